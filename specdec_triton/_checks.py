@@ -1,0 +1,94 @@
+"""Argument checks shared by the ops. Each error names the argument, what was given and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+def require(holds: bool, name: str, allowed: str, given: object) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {allowed}, got {given}")
+
+
+def check_tensor(name: str, x: Any, shape: tuple[int | None, ...], like: torch.Tensor | None = None) -> None:
+    """A tensor of the given shape (None: any size) on ``like``'s device."""
+    require(isinstance(x, torch.Tensor), name, "a tensor", type(x).__name__)
+    fits = x.dim() == len(shape) and all(want is None or have == want for have, want in zip(x.shape, shape))
+    require(fits, name, "of shape " + str([("any" if s is None else s) for s in shape]), list(x.shape))
+    if like is not None:
+        require(x.device == like.device, name, f"on {like.device} like the other tensors", x.device)
+
+
+def check_floating(name: str, x: torch.Tensor) -> None:
+    require(x.dtype in (torch.float32, torch.float16, torch.bfloat16), name, "float32, float16 or bfloat16", x.dtype)
+    require(x.shape[-1] <= 1 or x.stride(-1) == 1, name, "of stride 1 in its last dimension", list(x.stride()))
+
+
+def integers(name: str, x: Any, shape: tuple[int | None, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An integer tensor, converted to ``dtype`` if it has another integer type."""
+    check_tensor(name, x, shape, like)
+    allowed = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+    require(x.dtype in allowed, name, f"an integer tensor ({dtype})", x.dtype)
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def check_positive(name: str, value: Any) -> None:
+    """None, or a finite number above 0 (0 would mean 'off' to one reader and 'nothing' to another)."""
+    if value is not None:
+        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+        require(ok, name, "None (off) or a finite number above 0", value)
+
+
+def check_pages(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: Any,
+    context_lens: Any,
+    query_lens: Any,
+    k_scale: Any,
+    v_scale: Any,
+    batch: int,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The arguments that all paged ops share; returns table and lengths as int32.
+
+    On the CPU, where values are at hand, lengths and the page ids that will be used are checked too.
+    """
+    check_tensor("k_cache", k_cache, (None, None, None, None))
+    check_tensor("v_cache", v_cache, tuple(k_cache.shape), k_cache)
+    require(v_cache.dtype == k_cache.dtype, "v_cache", f"of k_cache's dtype {k_cache.dtype}", v_cache.dtype)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dtype != torch.float8_e4m3fn:
+            check_floating(name, cache)
+        require(cache.shape[1] >= 1, name, "of page size at least 1", list(cache.shape))
+    table = integers("block_table", block_table, (batch, None), k_cache, torch.int32)
+    context = integers("context_lens", context_lens, (batch,), k_cache, torch.int32)
+    lens = None
+    if query_lens is not None:
+        lens = integers("query_lens", query_lens, (batch,), k_cache, torch.int32)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            check_tensor(name, scale, (k_cache.shape[2],), k_cache)
+        else:  # a missing scale read as 1.0 halves acceptance without an error (faults.md E13)
+            needs = k_cache.dtype == torch.float8_e4m3fn
+            require(not needs, name, "given with an fp8 cache (torch.ones(Hkv) for none)", None)
+    if k_cache.device.type == "cpu":
+        _check_page_values(k_cache, table, context, lens, count)
+    return table, context, lens
+
+
+def _check_page_values(
+    cache: torch.Tensor, table: torch.Tensor, context: torch.Tensor, lens: torch.Tensor | None, count: int
+) -> None:
+    pages, page_size = cache.shape[:2]
+    counts = [count] * len(context) if lens is None else lens.tolist()
+    for b, (start, n) in enumerate(zip(context.tolist(), counts, strict=True)):
+        require(start >= 0, f"context_lens[{b}]", "at least 0", start)
+        require(0 <= n <= count, f"query_lens[{b}]", f"from 0 to T = {count}", n)
+        needed = -(-(start + n) // page_size) if n else 0
+        require(needed <= table.shape[1], "block_table", f"at least {needed} wide for request {b}", table.shape[1])
+        for index, page in enumerate(table[b, :needed].tolist()):
+            require(0 <= page < pages, f"block_table[{b},{index}]", f"a page from 0 to {pages - 1}", page)

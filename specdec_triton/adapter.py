@@ -1,0 +1,202 @@
+"""Run a transformers causal language model over the paged KV cache.
+
+The model stays the module that transformers loaded. For the length of one forward pass its attention implementation is
+switched to :func:`_paged_attention`, which appends the new keys and values to the pages and attends through
+``verify_attention``; the pass's metadata travel through the model's keyword arguments. Which models this works for is
+found by watching a short pass (``observe.py``), not from a list of names.
+
+Rows are packed: the new tokens of all requests form one sequence ``[1, N]`` with explicit position ids, so a batch
+whose requests draft different numbers of tokens has no padding rows in the model's matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from specdec_triton import ops  # noqa: F401  (registers the ops)
+from specdec_triton.kv_cache import KVCache
+from specdec_triton.observe import Observation, attention_configs, observe
+
+IMPLEMENTATION = "specdec_paged"
+_append_kv = torch.ops.specdec.append_kv.default
+_verify_attention = torch.ops.specdec.verify_attention.default
+
+
+@dataclass
+class Pass:
+    """Metadata of one forward pass: B requests with up to T new tokens each, packed into N rows.
+
+    Attributes:
+        cache: the pages.
+        block_table: int32 ``[B,max_pages]``. context_lens, query_lens: int32 ``[B]`` (query_lens None: T each).
+        batch, count: B and T. rows: B*T, or with ``take`` the number of real rows.
+        take: int64 ``[B,T]``, the packed row of (b, t) (any row where t >= query_lens[b]); None: row b*T + t.
+        put: int64 ``[N]``, the b*T + t of a packed row; None with take None.
+        backend: of append_kv and of verify_attention.
+    """
+
+    cache: KVCache
+    block_table: torch.Tensor
+    context_lens: torch.Tensor
+    query_lens: torch.Tensor | None
+    batch: int
+    count: int
+    rows: int
+    take: torch.Tensor | None
+    put: torch.Tensor | None
+    backend: tuple[str, str]
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    specdec_pass: Pass | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature: query ``[1,Hq,N,D]``, key and value ``[1,Hkv,N,D]`` -> ``[1,N,Hq,D]``."""
+    assert specdec_pass is not None, "observe() lets no model through that drops the keyword arguments"
+    p = specdec_pass
+    k_cache, v_cache = p.cache.layer(module.layer_idx)
+    q, k, v = (_unpack(x, p) for x in (query, key, value))
+    _append_kv(k, v, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, p.backend[0])
+    out = _verify_attention(
+        q, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, scaling, None, sliding_window, softcap,
+        s_aux, None, None, p.backend[1],
+    ).flatten(0, 1)  # fmt: skip
+    if p.put is not None:
+        out = out.index_select(0, p.put)
+    if out.shape[0] < query.shape[2]:  # rows that only pad the matrix products
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, query.shape[2] - out.shape[0]))
+    return out[None], None
+
+
+def _unpack(x: torch.Tensor, p: Pass) -> torch.Tensor:
+    """``[1,H,N,D]`` -> ``[B,T,H,D]``."""
+    x = x[0].transpose(0, 1)
+    if p.take is not None:
+        return x[p.take]
+    return x[: p.rows].unflatten(0, (p.batch, p.count))
+
+
+AttentionInterface.register(IMPLEMENTATION, _paged_attention)
+
+
+class ModelAdapter:
+    """A causal language model over paged KV.
+
+    Args:
+        model: a transformers causal language model on one device.
+        backend: of the ops; see :mod:`specdec_triton.ops`.
+
+    Raises:
+        UnsupportedModelError: the model cannot be decoded this way; the message says why.
+    """
+
+    def __init__(self, model: Any, *, backend: str | None = None) -> None:
+        self.model = model
+        self.observation: Observation = observe(model)
+        self.config = model.config.get_text_config()
+        self.device: torch.device = self.observation.device
+        self.dtype: torch.dtype = self.observation.dtype
+        self.vocab_size: int = self.observation.vocab_size
+        self.max_len: int | None = self.observation.max_len
+        self._configs = attention_configs(model)
+        like = torch.empty(0, device=self.device)
+        self._backend = tuple(ops.resolve_backend(backend, op, like) for op in ("append_kv", "verify_attention"))
+        self._keeps_logits = self.observation.keeps_logits
+        self.observation.check_cached_passes(self)
+
+    def new_cache(self, *, slots: int, page_size: int, num_pages: int, growable: bool = False) -> KVCache:
+        """A KV cache of this model's shapes."""
+        return KVCache(
+            self.observation.layers,
+            slots=slots,
+            page_size=page_size,
+            num_pages=num_pages,
+            dtype=self.dtype,
+            device=self.device,
+            growable=growable,
+        )
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        cache: KVCache,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_lens: Sequence[int] | None = None,
+        *,
+        rows: int | None = None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """One pass over the new tokens of B requests.
+
+        Args:
+            tokens: int64 ``[B,T]``.
+            block_table: int32 ``[B,max_pages]``, the requests' rows of the cache's table.
+            context_lens: int32 ``[B]``, tokens already in the cache.
+            query_lens: new tokens of each request; None: T.
+            rows: pad the packed rows to this many (see ``exactness.py``).
+            last_only: logits of each request's last new token alone.
+
+        Returns:
+            logits ``[B,T,V]``, or ``[B,1,V]`` with ``last_only``; rows at or past query_lens are unspecified.
+        """
+        batch, count = tokens.shape
+        step = torch.arange(count, device=self.device)
+        position = context_lens[:, None] + step
+        take = put = lens = None
+        if query_lens is None or min(query_lens) == count:
+            query_lens = None
+            ids, position = tokens.reshape(1, -1), position.reshape(1, -1)
+            real = batch * count
+        else:
+            lens = torch.tensor(query_lens, dtype=torch.int32, device=self.device)
+            put = torch.cat([b * count + step[:n] for b, n in enumerate(query_lens)])
+            real = sum(query_lens)
+            starts = lens.cumsum(0) - lens
+            take = (starts[:, None] + torch.minimum(step, (lens[:, None] - 1).clamp(min=0))).clamp(max=real - 1)
+            ids, position = tokens.flatten()[put][None], position.flatten()[put][None]
+        if rows is not None and rows > real:
+            ids = torch.nn.functional.pad(ids, (0, rows - real))
+            position = torch.nn.functional.pad(position, (0, rows - real))
+        p = Pass(
+            cache, block_table, context_lens, lens, batch, count, real, take, put, self._backend  # type: ignore[arg-type]
+        )
+        keep: dict[str, Any] = {}
+        if last_only:
+            ends = torch.tensor(query_lens or [count] * batch).cumsum(0).to(self.device) - 1
+            if self._keeps_logits:
+                keep = {"logits_to_keep": ends}
+        with self._switched(), torch.inference_mode():
+            logits = self.model(
+                input_ids=ids, position_ids=position.long(), use_cache=False, specdec_pass=p, **keep
+            ).logits[0]
+        if last_only:
+            return (logits if keep else logits[ends])[:, None]
+        return logits[take] if take is not None else logits[:real].unflatten(0, (batch, count))
+
+    @contextmanager
+    def _switched(self) -> Iterator[None]:
+        """Our attention inside, the module's own outside."""
+        before = [config._attn_implementation_internal for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation_internal = IMPLEMENTATION
+        try:
+            yield
+        finally:
+            for config, implementation in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = implementation

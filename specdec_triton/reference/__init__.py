@@ -1,0 +1,1 @@
+"""The ops in plain PyTorch: the specification that the Triton kernels are held against, and the CPU path."""

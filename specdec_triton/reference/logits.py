@@ -1,0 +1,67 @@
+"""What the sampling parameters do to a row of logits; shared by ``sample`` and ``accept_reject``.
+
+Order: temperature, top-k, top-p, min-p, each on what the one before it left, as transformers does; ties at a boundary
+are all kept. The same function serves draft rows, so that q is exactly the distribution the draft was drawn from.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MIN_TEMPERATURE = 1e-5  # smaller positive temperatures count as this one: x / T stays finite
+NEG_INF = float("-inf")
+
+
+def log_probs(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    has_filters: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities under the parameters, fp32 ``[R,V]``, -inf where removed, and their log-sum-exp ``[R]``.
+
+    Args:
+        logits: ``[R,V]``, any floating dtype; -inf masks a token.
+        temperature, top_k, top_p, min_p: ``[R]``. Rows with temperature 0 come back as if it were 1, unfiltered.
+
+    The log-sum-exp is that of logits / temperature over the kept tokens: log q(x) = logits[x] / temperature - lse.
+    """
+    greedy = temperature <= 0
+    scaled = logits.float() / torch.where(greedy, 1.0, temperature.clamp(min=MIN_TEMPERATURE))[:, None]
+    if has_filters is None:
+        has_filters = bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()) if logits.device.type == "cpu" else True
+    if has_filters:
+        scaled = _filter(
+            scaled,
+            torch.where(greedy, 0, top_k),
+            torch.where(greedy, 1.0, top_p),
+            torch.where(greedy, 0.0, min_p),
+        )
+    lse = scaled.logsumexp(-1)
+    return scaled - lse[:, None], lse
+
+
+def _filter(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    vocab = scaled.shape[-1]
+    ordered = scaled.sort(-1, descending=True).values
+    # top-k: nothing below the k-th largest.
+    k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).long()
+    lowest = ordered.gather(-1, k[:, None] - 1)
+    ordered = ordered.masked_fill(ordered < lowest, NEG_INF)
+    # top-p: a token stays while the tokens before it hold less than p; the most likely one always does.
+    before = ordered.softmax(-1).cumsum(-1, dtype=torch.float64)
+    before = torch.cat([torch.zeros_like(before[:, :1]), before[:, :-1]], -1)
+    kept = (before < top_p[:, None].double()) | (top_p >= 1)[:, None]
+    kept[:, 0] = True
+    lowest = torch.maximum(lowest, ordered.gather(-1, kept.sum(-1, keepdim=True) - 1))
+    # min-p: nothing below min_p times the largest probability.
+    lowest = torch.maximum(lowest, ordered[:, :1] + min_p[:, None].log())
+    return scaled.masked_fill(scaled < lowest, NEG_INF)
+
+
+def bad_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Rows ``[...]`` of ``logits [..., V]`` that hold NaN, +inf, or nothing but -inf."""
+    largest = logits.amax(-1)  # propagates NaN
+    return ~largest.isfinite()

@@ -1,0 +1,31 @@
+"""``sample``: one token per row by a Gumbel race, argmax(log p + noise); greedy at temperature 0."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec_triton.reference.logits import log_probs
+from specdec_triton.reference.noise import Stream, gumbel
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    has_filters: bool | None,
+    node: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens int64 ``[B]`` and the log-sum-exp fp32 ``[B]`` under the parameters; see ``specdec_triton.ops.sample``."""
+    tokens = logits.argmax(-1)
+    log_p, lse = log_probs(logits, temperature, top_k, top_p, min_p, has_filters)
+    sampled = temperature > 0
+    if logits.device.type == "cpu" and not bool(sampled.any()):
+        return tokens, lse
+    stream = Stream.COUPLED if node is None else Stream.DRAFT
+    nodes = torch.full_like(position, node or 0)
+    drawn = (log_p + gumbel(seed, position, nodes, stream, logits.shape[-1])).argmax(-1)
+    return torch.where(sampled, drawn, tokens), lse
