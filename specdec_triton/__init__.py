@@ -1,0 +1,57 @@
+"""Speculative decoding for Hugging Face causal language models: the same text, faster.
+
+Importing the package is cheap: torch, transformers and triton load when a name below is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec_triton import ops
+    from specdec_triton.drafters import DraftModel, NoDraft, PromptLookup
+    from specdec_triton.engine import SpeculativeDecoder
+    from specdec_triton.hf import speculative
+    from specdec_triton.fusion import optimize
+    from specdec_triton.request import GenerationOutput
+    from specdec_triton.sampling import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DraftModel",
+    "GenerationOutput",
+    "NoDraft",
+    "PromptLookup",
+    "SamplingParams",
+    "SpeculativeDecoder",
+    "ops",
+    "optimize",
+    "speculative",
+]
+
+_HOME = {
+    "DraftModel": "drafters",
+    "GenerationOutput": "request",
+    "NoDraft": "drafters",
+    "PromptLookup": "drafters",
+    "SamplingParams": "sampling",
+    "SpeculativeDecoder": "engine",
+    "optimize": "fusion",
+    "speculative": "hf",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return importlib.import_module("specdec_triton.ops")
+    if name not in _HOME:
+        raise AttributeError(f"module 'specdec_triton' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"specdec_triton.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -33,6 +33,7 @@ class _Call:
     kv_heads: int
     key_dim: int
     value_dim: int
+    dtype: torch.dtype
     sliding_window: int | None
     causal: bool
     kwargs_arrive: bool
@@ -65,6 +66,7 @@ def _recording_attention(
             kv_heads=key.shape[1],
             key_dim=key.shape[-1],
             value_dim=value.shape[-1],
+            dtype=key.dtype,
             sliding_window=sliding_window,
             causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
             kwargs_arrive=specdec_pass is not None,
@@ -90,6 +92,7 @@ class Observation:
 
     Attributes:
         layers: KV shape by layer index.
+        dtype: of the keys and values.
         vocab_size: columns of the logits.
         max_len: the longest text that is decoded as the model means it; None: no limit found.
         keeps_logits: the forward pass can skip the head for rows nobody reads (``logits_to_keep``).
@@ -173,7 +176,7 @@ def observe(model: Any) -> Observation:
     return Observation(
         layers=tuple(shape for _, shape in shapes),
         device=device,
-        dtype=model.get_input_embeddings().weight.dtype,
+        dtype=calls[0].dtype,
         vocab_size=vocab_size,
         max_len=min((n for n in limits if n is not None), default=None),
         keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,

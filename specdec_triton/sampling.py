@@ -132,19 +132,28 @@ class SamplingBatch:
         params: Sequence[SamplingParams],
         positions: Sequence[int] | torch.Tensor,
         device: str | torch.device = "cpu",
+        *,
+        seeds: Sequence[int] | None = None,
     ) -> SamplingBatch:
-        """Build the tensors; a request without a seed gets one from torch's global generator."""
+        """Build the tensors.
+
+        Args:
+            positions: absolute position of each request's first drafted token.
+            seeds: used instead of the params' own; None: a request without a seed gets one from torch's global
+                generator.
+        """
         import torch
 
         if len(params) != len(positions):
             raise ValueError(f"positions must have one entry per request ({len(params)}), got {len(positions)}")
-        seeds = [draw_seed() if p.seed is None else p.seed for p in params]
+        if seeds is None:
+            seeds = [draw_seed() if p.seed is None else p.seed for p in params]
         return cls(
             temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
             top_k=torch.tensor([min(p.top_k, 2**31 - 1) for p in params], dtype=torch.int32, device=device),
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-            seed=torch.tensor(seeds, dtype=torch.int64, device=device),
+            seed=torch.tensor(list(seeds), dtype=torch.int64, device=device),
             position=torch.as_tensor(positions, dtype=torch.int64, device=device),
             has_filters=any(p.has_filters for p in params),
         )

@@ -28,14 +28,13 @@ def append_kv(
 
     if k.device.type == "cpu":
         # Lengths are at hand: copy slices, page by page (a handful of short copies in a decode pass).
-        contexts = context_lens.tolist()
         counts = [count] * batch if query_lens is None else query_lens.tolist()
-        for b, (context, n) in enumerate(zip(contexts, counts, strict=True)):
+        rows = zip(block_table.tolist(), context_lens.tolist(), counts, strict=True)
+        for b, (table, context, n) in enumerate(rows):
             t = 0
             while t < n:
-                slot = (context + t) % page_size
+                page, slot = table[(context + t) // page_size], (context + t) % page_size
                 width = min(page_size - slot, n - t)
-                page = int(block_table[b, (context + t) // page_size])
                 k_cache[page, slot : slot + width] = _stored(k[b, t : t + width], k_cache)
                 v_cache[page, slot : slot + width] = _stored(v[b, t : t + width], v_cache)
                 t += width

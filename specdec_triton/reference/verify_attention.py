@@ -2,23 +2,24 @@
 
     out[b, t, h] = sum_j softmax_j(scale * q[b, t, h] . k[j]) v[j]      over the keys j that position t may see
 
-Computed as flash attention is (Dao 2022; Milakov and Gimelshein 2018): keys in tiles of ``KEY_TILE``, an online softmax
-across tiles, fp32 throughout. Three choices serve exactness and the CPU:
+fp32 throughout. Three choices serve exactness and the CPU:
 
-* The tiles begin at multiples of KEY_TILE, whatever T, B and the lengths are, and the matrix products have the tile's
-  shape, so that a row's bits do not depend on how many rows are scored with it.
+* Keys are taken in tiles of ``KEY_TILE`` that begin at multiples of it, and every matrix product has a tile's shape, so
+  that a row's bits do not depend on how many rows are scored with it, nor on what follows it in the text.
 * The G query heads that share a KV head are folded into the rows of one product: keys and values are never expanded.
 * Rows are padded to a multiple of ``ROW_TILE``: BLAS libraries switch algorithm, and rounding, below 4 rows.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 KEY_TILE = 256
 ROW_TILE = 8
+ROW_BLOCK = 512  # rows whose scores are held at once
 NEG_INF = float("-inf")
 
 
@@ -41,111 +42,173 @@ def verify_attention(
     batch, count, q_heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     group = q_heads // kv_heads
-    device = q.device
-    lens = context_lens.new_full((batch,), count) if query_lens is None else query_lens
-    if batch == 0 or count == 0:
-        return torch.zeros_like(q)
-    if device.type == "cpu":
-        contexts, counts = context_lens.tolist(), lens.tolist()
-        first, stop = _key_range(contexts, counts, sliding_window)
-        if stop == 0:
-            return torch.zeros_like(q)
-        causal = None if tree_mask is not None else (tuple(contexts), tuple(counts))
-    else:
-        first, stop, causal = 0, block_table.shape[1] * k_cache.shape[1], None
-
     rows = count * group
     padded = -(-rows // ROW_TILE) * ROW_TILE
-    folded = torch.zeros(batch, kv_heads, padded, dim, dtype=torch.float32, device=device)
-    grouped = q.view(batch, count, kv_heads, group, dim) if q.is_contiguous() else q.unflatten(2, (kv_heads, group))
-    folded[:, :, :rows].view(batch, kv_heads, count, group, dim).copy_(grouped.permute(0, 2, 1, 3, 4))
-    folded = folded.mul_(dim**-0.5 if scale is None else scale).flatten(0, 1)
+    if batch == 0 or count == 0:
+        return torch.zeros_like(q)
 
-    highest = total = out = None
-    for begin in range(first, stop, KEY_TILE):
-        keys, values = (
-            _load_tile(cache, factor, block_table, context_lens, lens, begin, stop)
-            for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
+    lens = context_lens.new_full((batch,), count) if query_lens is None else query_lens
+    if q.device.type == "cpu":  # lengths are at hand: touch only what the requests use
+        plan = _plan(
+            tuple(map(tuple, block_table.tolist())), tuple(context_lens.tolist()), tuple(lens.tolist()),
+            k_cache.shape[1], count, group, sliding_window,
+        )  # fmt: skip
+        if plan.length == 0:
+            return torch.zeros_like(q)
+        keys, values = plan.load(k_cache, k_scale), plan.load(v_cache, v_scale)
+        begin, bias, idle = plan.begin, plan.bias, plan.idle
+    else:
+        begin, bias, idle = 0, None, None
+        stop, end = block_table.shape[1] * k_cache.shape[1], context_lens.long() + lens
+        keys = _gather(k_cache, k_scale, block_table, end, stop)
+        values = _gather(v_cache, v_scale, block_table, end, stop)
+    if tree_mask is not None or bias is None:
+        bias, idle = _bias(
+            context_lens.long(), lens.long(), count, group, begin, keys.shape[1], sliding_window, tree_mask
         )
-        scores = torch.bmm(folded, keys.transpose(1, 2))  # [B*Hkv, rows, KEY_TILE]
-        if softcap is not None:
-            scores = (scores / softcap).tanh_().mul_(softcap)
-        if causal is not None:
-            bias = _causal_bias(*causal, count, group, padded, begin, sliding_window)
-        else:
-            bias = _bias(context_lens.long(), lens.long(), count, group, padded, begin, sliding_window, tree_mask)
-        if bias is not None:
-            scores = scores.view(batch, kv_heads, padded, KEY_TILE).add_(bias[:, None]).flatten(0, 1)
-        tile_highest = scores.amax(-1, keepdim=True)
-        new_highest = tile_highest if highest is None else torch.maximum(highest, tile_highest)
-        weights = scores.sub_(new_highest.clamp(min=torch.finfo(torch.float32).min)).exp_()  # -inf - -inf: no NaN
-        tile_total, tile_out = weights.sum(-1, keepdim=True), torch.bmm(weights, values)
-        if highest is None:
-            total, out = tile_total, tile_out
-        else:
-            keep = (highest - new_highest).exp_().nan_to_num_(0.0)
-            total, out = total * keep + tile_total, out * keep + tile_out
-        highest = new_highest
 
+    # [B,T,Hkv,G,D] -> [B,Hkv,T,G,D] -> [B*Hkv, T*G padded, D]
+    folded = q.unflatten(2, (kv_heads, group)).transpose(1, 2).reshape(batch * kv_heads, rows, dim).float()
+    if padded > rows:
+        folded = torch.cat((folded, _zeros(batch * kv_heads, padded - rows, dim, q.device)), 1)
+    sink_rows = None
     if sinks is not None:  # a sink is a key without a value
-        sink = sinks.float().view(1, kv_heads, 1, group).expand(batch, kv_heads, count, group).flatten(2)
-        sink = torch.nn.functional.pad(sink, (0, padded - rows)).reshape(total.shape)
-        new_highest = torch.maximum(highest, sink)
-        keep = (highest - new_highest).exp_().nan_to_num_(0.0)
-        total, out = total * keep + (sink - new_highest).exp_(), out * keep
-    out = out / total.clamp(min=torch.finfo(torch.float32).tiny)  # a row that sees nothing: 0
-    out = out.view(batch, kv_heads, padded, dim)[:, :, :rows].view(batch, kv_heads, count, group, dim)
-    out = out.permute(0, 2, 1, 3, 4).reshape(q.shape).to(q.dtype)
-    if query_lens is not None and not (device.type == "cpu" and min(counts) == count):
-        step = torch.arange(count, device=device)
-        out = out.masked_fill((step >= lens[:, None])[..., None, None], 0)
+        sink_rows = sinks.float().view(1, kv_heads, 1, group).expand(batch, kv_heads, count, group)
+        sink_rows = torch.nn.functional.pad(sink_rows.flatten(2), (0, padded - rows)).reshape(-1, padded, 1)
+    factor = dim**-0.5 if scale is None else scale
+    blocks = []
+    for first in range(0, padded, ROW_BLOCK):
+        r = slice(first, first + ROW_BLOCK)
+        sink = None if sink_rows is None else sink_rows[:, r]
+        blocks.append(_attend(folded[:, r], keys, values, bias[:, r], factor, softcap, sink))
+    out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+
+    out = out[:, :rows].view(batch, kv_heads, count, group, dim).transpose(1, 2).reshape(q.shape).to(q.dtype)
+    return out if idle is None else out.masked_fill(idle[..., None, None], 0)
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """softmax(scale q k + bias) v for q ``[N,R,D]``, keys and values ``[N,L,D]``, bias ``[B,R,L]``, N = B * Hkv.
+
+    L is a multiple of KEY_TILE; trailing tiles that a row does not see leave its bits as they are: they add zeros.
+    """
+    heads = q.shape[0] // bias.shape[0]
+    tiles = range(0, keys.shape[1], KEY_TILE)
+    scores = []
+    for first in tiles:
+        tile = slice(first, first + KEY_TILE)
+        transposed = keys[:, tile].transpose(1, 2)
+        tile_bias = bias[..., tile] if heads == 1 or bias.shape[0] == 1 else bias[..., tile].repeat_interleave(heads, 0)
+        if softcap is None:
+            scores.append(torch.baddbmm(tile_bias, q, transposed, alpha=scale))
+        else:
+            scores.append(torch.bmm(q, transposed).mul_(scale / softcap).tanh_().mul_(softcap).add_(tile_bias))
+    joined = scores[0] if len(scores) == 1 else torch.cat(scores, -1)
+    if sinks is None:
+        weights = joined.softmax(-1)
+    else:
+        highest = torch.maximum(joined.amax(-1, keepdim=True), sinks)
+        weights = (joined - highest).exp_()
+        weights /= weights.sum(-1, keepdim=True) + (sinks - highest).exp_()
+    out = None
+    for first in tiles:
+        tile = slice(first, first + KEY_TILE)
+        part, tile_values = weights[..., tile], values[:, tile]
+        out = torch.bmm(part, tile_values) if out is None else out.add_(torch.bmm(part, tile_values))
+    assert out is not None
     return out
 
 
-def _key_range(contexts: list[int], counts: list[int], window: int | None) -> tuple[int, int]:
-    """First tile's begin, and the end of the keys, over the requests that have a query."""
+@dataclass(frozen=True)
+class _Plan:
+    """Where the keys of a pass lie, and who sees them: the same for all layers, so made once (CPU only).
+
+    Attributes:
+        begin, length: the keys' first position, a multiple of KEY_TILE, and their number, whole tiles.
+        sources: for each request its pages (a slice of adjacent ones, or their ids), the slots to skip, and its keys.
+        bias, idle: see :func:`_bias`, for a chain.
+    """
+
+    begin: int
+    length: int
+    sources: tuple[tuple[slice | torch.Tensor, int, int], ...]
+    bias: torch.Tensor | None
+    idle: torch.Tensor | None
+
+    def load(self, cache: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+        """Keys or values, fp32 ``[B*Hkv,L,D]``, 0 past a request's end.
+
+        Neither table entries nor slots past a request's length are used: they may hold anything.
+        """
+        tiles = []
+        for pages, skip, used in self.sources:
+            tile = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
+            tile = tile.flatten(0, 1)[skip : skip + used].float()
+            if factor is not None:
+                tile = tile * factor[:, None]
+            if used < self.length:
+                tile = torch.cat((tile, _zeros(self.length - used, *cache.shape[2:], cache.device)))
+            tiles.append(tile)
+        if len(tiles) == 1:
+            return tiles[0].transpose(0, 1)
+        return torch.stack(tiles).transpose(1, 2).flatten(0, 1)
+
+
+@lru_cache(maxsize=8)
+def _plan(
+    tables: tuple[tuple[int, ...], ...],
+    contexts: tuple[int, ...],
+    counts: tuple[int, ...],
+    page_size: int,
+    count: int,
+    group: int,
+    window: int | None,
+) -> _Plan:
     active = [(context, n) for context, n in zip(contexts, counts, strict=True) if n > 0]
     if not active:
-        return 0, 0
+        return _Plan(0, 0, (), None, None)
     first = 0 if window is None else min(max(context + 1 - window, 0) for context, _ in active)
-    return first // KEY_TILE * KEY_TILE, max(context + n for context, n in active)
+    begin = first // KEY_TILE * KEY_TILE
+    length = -(-(max(context + n for context, n in active) - begin) // KEY_TILE) * KEY_TILE
+    sources = []
+    for table, context, n in zip(tables, contexts, counts, strict=True):
+        used = max(context + n - begin, 0) if n else 0
+        pages: slice | torch.Tensor = slice(0, 0)
+        if used:
+            ids = list(table[begin // page_size : -(-(begin + used) // page_size)])
+            adjacent = ids == list(range(ids[0], ids[0] + len(ids)))
+            pages = slice(ids[0], ids[0] + len(ids)) if adjacent else torch.tensor(ids)
+        sources.append((pages, begin % page_size, used))
+    bias, idle = _bias(torch.tensor(contexts), torch.tensor(counts), count, group, begin, length, window, None)
+    return _Plan(begin, length, tuple(sources), bias, idle)
 
 
-def _load_tile(
-    cache: torch.Tensor,
-    factor: torch.Tensor | None,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    lens: torch.Tensor,
-    begin: int,
-    stop: int,
+@lru_cache(maxsize=64)
+def _zeros(a: int, b: int, c: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(a, b, c, device=device)
+
+
+def _gather(
+    cache: torch.Tensor, factor: torch.Tensor | None, block_table: torch.Tensor, end: torch.Tensor, stop: int
 ) -> torch.Tensor:
-    """Keys or values begin .. begin + KEY_TILE - 1 of each request, fp32 ``[B*Hkv, KEY_TILE, D]``, 0 past its end.
-
-    Neither table entries past a request's length nor slots past it are used: they may hold anything.
-    """
+    """The same on a device, where lengths are not read: every slot of the table's width, masked."""
     page_size = cache.shape[1]
-    batch = block_table.shape[0]
-    width = min(KEY_TILE, stop - begin)
-    if cache.device.type == "cpu" and batch == 1:
-        # One request: whole pages by index, without a mask.
-        pages = block_table[0, begin // page_size : -(-(begin + width) // page_size)]
-        tile = cache.index_select(0, pages).flatten(0, 1)[begin % page_size :][:width].float()
-        if factor is not None:
-            tile = tile * factor[:, None]
-        if width < KEY_TILE:
-            tile = torch.nn.functional.pad(tile, (0, 0, 0, 0, 0, KEY_TILE - width))
-        return tile.transpose(0, 1)
-    end = torch.where(lens > 0, context_lens + lens, 0).long()
-    position = begin + torch.arange(KEY_TILE, device=cache.device)
+    position = torch.arange(-(-stop // KEY_TILE) * KEY_TILE, device=cache.device)
     valid = position < end[:, None]
     index = torch.where(valid, (position // page_size)[None], 0)
     page = torch.where(valid, block_table.gather(1, index).long(), 0)
-    tile = cache[page, (position % page_size).expand_as(page)].float()  # [B, KEY_TILE, Hkv, D]
+    tile = cache[page, (position % page_size).expand_as(page)].float()  # [B,L,Hkv,D]
     if factor is not None:
         tile = tile * factor[:, None]
-    tile = tile.masked_fill(~valid[..., None, None], 0)
-    return tile.transpose(1, 2).flatten(0, 1)
+    return tile.masked_fill(~valid[..., None, None], 0).transpose(1, 2).flatten(0, 1)
 
 
 def _bias(
@@ -153,16 +216,20 @@ def _bias(
     lens: torch.Tensor,
     count: int,
     group: int,
-    padded: int,
     begin: int,
+    length: int,
     window: int | None,
     tree_mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """0 where a row sees a key of the tile, -inf elsewhere; fp32 ``[B, padded, KEY_TILE]``."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """0 where a row sees a key, -inf elsewhere; fp32 ``[B,R,L]``: rows in the order (t, g), padded.
+
+    Second, bool ``[B,T]``: the positions that see nothing (t >= query_lens, or an empty tree mask), None if there are
+    none. Their rows get 0 everywhere, lest they turn NaN; the caller clears their output.
+    """
     device = context.device
-    key = begin + torch.arange(KEY_TILE, device=device)
+    key = begin + torch.arange(length, device=device)
     step = torch.arange(count, device=device)
-    new = key - context[:, None]  # [B, KEY_TILE]; >= 0: index of a new position
+    new = key - context[:, None]  # [B,L]; >= 0: index of a new position
     if tree_mask is None:
         depth = step.expand(context.shape[0], count)
         sees = new[:, None] <= step[:, None]
@@ -174,23 +241,9 @@ def _bias(
     sees = sees & (new < lens[:, None])[:, None] & (step < lens[:, None])[..., None]
     if window is not None:
         sees = sees & (key > (context[:, None] + depth)[..., None] - window)
-    bias = torch.zeros(sees.shape, device=device).masked_fill_(~sees, NEG_INF)
-    bias = bias.repeat_interleave(group, 1)
-    return torch.nn.functional.pad(bias, (0, 0, 0, padded - bias.shape[1]))
-
-
-@lru_cache(maxsize=16)
-def _causal_bias(
-    contexts: tuple[int, ...],
-    counts: tuple[int, ...],
-    count: int,
-    group: int,
-    padded: int,
-    begin: int,
-    window: int | None,
-) -> torch.Tensor | None:
-    """:func:`_bias` of a chain on the CPU, made once for all layers of a pass; None where every row sees the tile."""
-    whole = min(contexts) + 1 >= begin + KEY_TILE and min(counts) == count
-    if whole and (window is None or max(contexts) + count - 1 - window < begin):
-        return None
-    return _bias(torch.tensor(contexts), torch.tensor(counts), count, group, padded, begin, window, None)
+    idle = ~sees.any(-1)
+    bias = torch.zeros(sees.shape, device=device).masked_fill_(~(sees | idle[..., None]), NEG_INF)
+    bias = torch.nn.functional.pad(bias.repeat_interleave(group, 1), (0, 0, 0, -count * group % ROW_TILE))
+    if device.type == "cpu" and not bool(idle.any()):
+        return bias, None
+    return bias, idle

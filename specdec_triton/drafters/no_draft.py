@@ -1,0 +1,22 @@
+"""Plain decoding through the same path: K = 0, the yardstick of every speed-up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, nothing
+
+if TYPE_CHECKING:
+    from specdec_triton.adapter import ModelAdapter
+
+
+class NoDraft(Drafter):
+    """Never drafts."""
+
+    def bind(self, target: ModelAdapter, *, slots: int, page_size: int, backend: str | None) -> DraftSession:
+        return _Session()
+
+
+class _Session(DraftSession):
+    def propose(self, round_: Round) -> Drafts:
+        return nothing(len(round_.slots), round_.texts.device)
