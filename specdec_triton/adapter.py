@@ -1,7 +1,7 @@
 """Run a transformers causal language model over the paged KV cache.
 
 The model stays the module that transformers loaded. For the length of one forward pass its attention implementation is
-switched to :func:`_paged_attention`, which appends the new keys and values to the pages and attends through
+switched to :func:`paged_attention`, which appends the new keys and values to the pages and attends through
 ``verify_attention``; the pass's metadata travel through the model's keyword arguments. Which models this works for is
 found by watching a short pass (``observe.py``), not from a list of names.
 
@@ -52,8 +52,41 @@ class Pass:
     put: torch.Tensor | None
     backend: tuple[str, str]
 
+    def unpack(self, x: torch.Tensor) -> torch.Tensor:
+        """Packed rows ``[N,H,D]`` -> ``[B,T,H,D]``."""
+        if self.take is not None:
+            return x[self.take]
+        return x[: self.rows].unflatten(0, (self.batch, self.count))
 
-def _paged_attention(
+
+def paged_attention(
+    p: Pass,
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Append the rows' keys and values ``[N,Hkv,D]`` to the pages, attend with q ``[N,Hq,D]``: ``[N,Hq,D]``."""
+    k_cache, v_cache = p.cache.layer(layer)
+    total = len(q)
+    q, k, v = p.unpack(q), p.unpack(k), p.unpack(v)
+    _append_kv(k, v, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, p.backend[0])
+    out = _verify_attention(
+        q, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, scale, None, sliding_window, softcap, sinks,
+        None, None, p.backend[1],
+    ).flatten(0, 1)  # fmt: skip
+    if p.put is not None:
+        out = out.index_select(0, p.put)
+    if len(out) < total:  # rows that only pad the matrix products
+        out = torch.cat((out, out.new_zeros(total - len(out), *out.shape[1:])))
+    return out
+
+
+def _attention_interface(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -68,30 +101,12 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature: query ``[1,Hq,N,D]``, key and value ``[1,Hkv,N,D]`` -> ``[1,N,Hq,D]``."""
     assert specdec_pass is not None, "observe() lets no model through that drops the keyword arguments"
-    p = specdec_pass
-    k_cache, v_cache = p.cache.layer(module.layer_idx)
-    q, k, v = (_unpack(x, p) for x in (query, key, value))
-    _append_kv(k, v, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, p.backend[0])
-    out = _verify_attention(
-        q, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, scaling, None, sliding_window, softcap,
-        s_aux, None, None, p.backend[1],
-    ).flatten(0, 1)  # fmt: skip
-    if p.put is not None:
-        out = out.index_select(0, p.put)
-    if out.shape[0] < query.shape[2]:  # rows that only pad the matrix products
-        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, query.shape[2] - out.shape[0]))
-    return out[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return paged_attention(specdec_pass, layer, q, k, v, scaling, sliding_window, softcap, s_aux)[None], None
 
 
-def _unpack(x: torch.Tensor, p: Pass) -> torch.Tensor:
-    """``[1,H,N,D]`` -> ``[B,T,H,D]``."""
-    x = x[0].transpose(0, 1)
-    if p.take is not None:
-        return x[p.take]
-    return x[: p.rows].unflatten(0, (p.batch, p.count))
-
-
-AttentionInterface.register(IMPLEMENTATION, _paged_attention)
+AttentionInterface.register(IMPLEMENTATION, _attention_interface)
 
 
 class ModelAdapter:

@@ -1,0 +1,251 @@
+"""How fast is greedy text, and is it the same text? transformers and this package, interleaved in one run.
+
+    python -m bench.bench_generate                          # SmolLM2 in bf16, 42 prompts, 128 new tokens
+    python -m bench.bench_generate --per-task 2 --max-new-tokens 64
+    python -m bench.bench_generate --check-k 8 --dtype float32   # ids of every K against plain, no timing
+    python -m bench.bench_generate --memory                 # peak memory of each provider, in a process of its own
+
+Providers: transformers plain; transformers prompt lookup (its best of the draft lengths tried); ours plain (NoDraft); ours
+with PromptLookup. Each prompt runs through all four before the next begins. Speeds include the prompt's pass. "identical" is
+against the plain decoding of the same package. One short generation of each provider comes first and is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from bench.common import RESULTS, median, prompts, provenance, quantile, read_rows, write_rows
+from specdec_triton import NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, optimize
+from specdec_triton.models import load_model, load_tokenizer
+
+PROVIDERS = ("transformers", "transformers-lookup", "specdec-plain", "specdec-ngram")
+COPYING_TASKS = ("code_edit", "rag", "summarize")
+
+
+class Transformers:
+    """``model.generate``, greedy; with ``lookup``, its prompt lookup decoding."""
+
+    def __init__(self, model: Any, lookup: int | None) -> None:
+        self.model = model
+        self.options = {} if lookup is None else {"prompt_lookup_num_tokens": lookup}
+
+    def __call__(self, ids: list[int], new_tokens: int) -> dict[str, Any]:
+        inputs = torch.tensor([ids])
+        out = self.model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            **self.options,
+        )
+        return {"token_ids": out[0, len(ids) :].tolist()}
+
+
+class Ours:
+    """A decoder over the optimized model."""
+
+    def __init__(self, decoder: SpeculativeDecoder) -> None:
+        self.decoder = decoder
+        decoder.warmup()
+
+    def __call__(self, ids: list[int], new_tokens: int) -> dict[str, Any]:
+        params = SamplingParams(temperature=0, max_new_tokens=new_tokens)
+        out = self.decoder.generate([ids], params)[0]
+        stats = out.stats
+        return {
+            "token_ids": out.token_ids,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "target_passes": stats.target_passes,
+        }
+
+
+def make(name: str, args: argparse.Namespace, loaded: dict[str, Any]) -> Callable[[list[int], int], dict[str, Any]]:
+    """A provider; models are shared between the two providers of a package."""
+    dtype = getattr(torch, args.dtype)
+    package = name.split("-")[0]
+    if package not in loaded:
+        loaded[package] = load_model(args.model, dtype=dtype)
+        if package == "specdec":
+            optimize(loaded[package])
+    model = loaded[package]
+    if package == "transformers":
+        return Transformers(model, args.lookup if name.endswith("lookup") else None)
+    drafter = PromptLookup() if name.endswith("ngram") else NoDraft()
+    return Ours(SpeculativeDecoder(model, drafter, num_draft_tokens=args.k))
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    chat = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def timed(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per prompt and provider."""
+    tokenizer, loaded = load_tokenizer(args.model), {}
+    providers = {name: make(name, args, loaded) for name in PROVIDERS}
+    warm = encode(tokenizer, "Hello!")
+    for provider in providers.values():
+        provider(warm, 8)
+    origin = provenance() | {"bench": "generate", "model": args.model, "dtype": args.dtype, "k": args.k}
+    origin |= {"lookup": args.lookup, "max_new_tokens": args.max_new_tokens}
+    rows = []
+    for prompt in tqdm(prompts(args.tasks, args.per_task), file=sys.stderr, unit="prompt"):
+        ids = encode(tokenizer, prompt["prompt"])
+        results = {}
+        for name, provider in providers.items():
+            seconds = []
+            for _ in range(args.repeats):
+                start = time.perf_counter()
+                results[name] = provider(ids, args.max_new_tokens)
+                seconds.append(time.perf_counter() - start)
+            results[name]["seconds"] = median(seconds)
+        for name, result in results.items():
+            plain = results["transformers" if name.startswith("transformers") else "specdec-plain"]
+            new = result.pop("token_ids") if name.endswith(("lookup", "ngram")) else result["token_ids"]
+            result |= {"new_tokens": len(new), "identical": new == plain["token_ids"]}
+            row = {"provider": name, "id": prompt["id"], "task": prompt["task"], "prompt_tokens": len(ids)}
+            rows.append(origin | row | {key: value for key, value in result.items() if key != "token_ids"})
+        if args.out:
+            write_rows(args.out, rows)
+    return rows
+
+
+def check_k(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Ids of n-gram decoding at K = 1..check_k against plain, on every prompt."""
+    tokenizer = load_tokenizer(args.model)
+    model = optimize(load_model(args.model, dtype=getattr(torch, args.dtype)))
+    decoders = {k: Ours(SpeculativeDecoder(model, PromptLookup(), num_draft_tokens=k)) for k in range(args.check_k + 1)}
+    rows = []
+    for prompt in tqdm(prompts(args.tasks, args.per_task), file=sys.stderr, unit="prompt"):
+        ids = encode(tokenizer, prompt["prompt"])
+        plain = decoders[0](ids, args.max_new_tokens)["token_ids"]
+        for k in range(1, args.check_k + 1):
+            same = decoders[k](ids, args.max_new_tokens)["token_ids"] == plain
+            rows.append({"id": prompt["id"], "task": prompt["task"], "k": k, "identical": same})
+    origin = provenance() | {"bench": "identical", "model": args.model, "dtype": args.dtype}
+    return [origin | {"max_new_tokens": args.max_new_tokens} | row for row in rows]
+
+
+def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Peak resident memory of one generation, each provider in its own process."""
+    rows = []
+    for name in PROVIDERS:
+        command = [sys.executable, "-m", "bench.bench_generate", "--peak-of", name, "--dtype", args.dtype]
+        command += ["--model", args.model, "--max-new-tokens", str(args.max_new_tokens), "-k", str(args.k)]
+        peak = json.loads(subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).splitlines()[-1])
+        rows.append(provenance() | {"bench": "memory", "model": args.model, "dtype": args.dtype, "provider": name} | peak)
+    return rows
+
+
+def peak_of(name: str, args: argparse.Namespace) -> None:
+    tokenizer = load_tokenizer(args.model)
+    ids = encode(tokenizer, prompts(["rag"], 1)[0]["prompt"])
+    make(name, args, {})(ids, args.max_new_tokens)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    print(json.dumps({"peak_mib": round(peak / 2**20), "prompt_tokens": len(ids)}))
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By task, and over all prompts and the copying tasks: medians over prompts of speeds and of speed ratios."""
+    out = []
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    groups = [(task, [task]) for task in tasks] + [("all", tasks)]
+    if all(task in tasks for task in COPYING_TASKS):
+        groups.append(("+".join(COPYING_TASKS), list(COPYING_TASKS)))
+    for label, members in groups:
+        chosen = [row for row in rows if row["task"] in members]
+        by = {name: {row["id"]: row for row in chosen if row["provider"] == name} for name in PROVIDERS}
+        speed = {n: {i: r["new_tokens"] / r["seconds"] for i, r in by[n].items()} for n in PROVIDERS}
+
+        def ratio(ours: str, theirs: str, speed: dict[str, dict[str, float]] = speed) -> list[float]:
+            return [speed[ours][i] / speed[theirs][i] for i in speed[ours]]
+
+        ngram = by["specdec-ngram"].values()
+        drafted = sum(row["drafted"] for row in ngram)
+        out.append(
+            {
+                "task": label,
+                "prompts": len(ngram),
+                "tokens_per_second": {name: median(speed[name].values()) for name in PROVIDERS},
+                "plain_vs_transformers": median(ratio("specdec-plain", "transformers")),
+                "ngram_vs_lookup": median(ratio("specdec-ngram", "transformers-lookup")),
+                "ngram_vs_transformers": median(ratio("specdec-ngram", "transformers")),
+                "ngram_vs_plain": median(ratio("specdec-ngram", "specdec-plain")),
+                "ngram_vs_plain_p20": quantile(ratio("specdec-ngram", "specdec-plain"), 0.2),
+                "acceptance_rate": sum(row["accepted"] for row in ngram) / drafted if drafted else None,
+                "tokens_per_pass": sum(r["new_tokens"] for r in ngram) / sum(r["target_passes"] for r in ngram),
+                "identical": {n: sum(row["identical"] for row in by[n].values()) for n in PROVIDERS},
+            }
+        )
+    return out
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The summary as a Markdown table."""
+    head = "| task | transformers | its prompt lookup | ours plain | ours n-gram | n-gram / transformers | acceptance | same text: theirs | same text: ours |"
+    lines = [head, "| --- " + "| ---: " * 8 + "|"]
+    for group in summary(rows):
+        speed, same, n = group["tokens_per_second"], group["identical"], group["prompts"]
+        rate = group["acceptance_rate"]
+        lines.append(
+            f"| {group['task'].replace('+', ' + ')} | {speed['transformers']:.1f} | {speed['transformers-lookup']:.1f}"
+            f" | {speed['specdec-plain']:.1f} | {speed['specdec-ngram']:.1f} | {group['ngram_vs_transformers']:.2f} ×"
+            f" | {'–' if rate is None else format(rate, '.0%')} | {same['transformers-lookup']} of {n}"
+            f" | {same['specdec-ngram']} of {n} |"
+        )
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"))
+    parser.add_argument("--tasks", nargs="*")
+    parser.add_argument("--per-task", type=int)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("-k", type=int, default=8, help="most drafts a round (ours)")
+    parser.add_argument("--lookup", type=int, default=5, help="drafts a round of transformers' prompt lookup")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--check-k", type=int, metavar="K")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--peak-of", choices=PROVIDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--table", type=Path, help="print the table of an existing file and stop")
+    parser.add_argument("--out", type=Path, help=f"rows as JSON lines, such as {RESULTS.name}/generate.jsonl")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    if args.table:
+        print(table(read_rows(args.table)))
+    elif args.peak_of:
+        peak_of(args.peak_of, args)
+    elif args.memory or args.check_k:
+        rows = memory(args) if args.memory else check_k(args)
+        for row in rows if args.memory else ():
+            print(f"{row['provider']:24} {row['peak_mib']} MiB")
+        if args.check_k:
+            print(f"identical: {sum(row['identical'] for row in rows)} of {len(rows)}")
+        if args.out:
+            write_rows(args.out, rows)
+    else:
+        rows = timed(args)
+        print(table(rows))
+        for group in summary(rows):
+            print(json.dumps(group), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

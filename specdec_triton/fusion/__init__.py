@@ -1,0 +1,5 @@
+"""Rewrites of a loaded model for fast small-row passes."""
+
+from specdec_triton.fusion.optimize import optimize
+
+__all__ = ["optimize"]

@@ -1,0 +1,54 @@
+"""RMS norms of any model as ``F.rms_norm``, recognised by structure and by what they compute."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class FusedRMSNorm(nn.Module):
+    """RMS norm by ``F.rms_norm``; the weight may be stored as w or as w - 1."""
+
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+        scale = weight.detach() if offset == 0 else weight.detach().float() + offset
+        self._scale = nn.Buffer(scale, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self._scale
+        if scale.dtype == x.dtype:
+            return F.rms_norm(x, scale.shape, scale, self.eps)
+        return F.rms_norm(x.float(), scale.shape, scale.float(), self.eps).to(x.dtype)
+
+
+def fused_norm(module: nn.Module) -> FusedRMSNorm | None:
+    """The same norm by ``F.rms_norm``, or None if ``module`` is not an RMS norm."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if type(module) is nn.LayerNorm or not isinstance(eps, float) or list(module.children()):
+        return None
+    if [name for name, _ in module.named_parameters()] != ["weight"]:
+        return None
+    weight: nn.Parameter = module.weight  # type: ignore[assignment]
+    if weight.dim() != 1:
+        return None
+    candidates = (FusedRMSNorm(weight, eps, offset) for offset in (0.0, 1.0))
+    return next((fused for fused in candidates if _agree(module, fused, weight)), None)
+
+
+def _agree(module: nn.Module, fused: nn.Module, weight: torch.Tensor) -> bool:
+    """Whether two norms compute the same up to rounding, on inputs small enough for eps to matter and large ones."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, weight.shape[0], generator=generator) * torch.tensor([[1e-3], [0.1], [1.0], [30.0]])
+    x = x.to(weight.device, weight.dtype)
+    try:
+        with torch.inference_mode():
+            theirs, ours = module(x), fused(x)
+    except (RuntimeError, TypeError, AttributeError):
+        return False  # not a function of one tensor of this width
+    if not isinstance(theirs, torch.Tensor) or theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+        return False
+    rounding = 4 * torch.finfo(weight.dtype).eps
+    return bool(((theirs - ours).float().abs() <= rounding * theirs.float().abs() + 1e-6).all())
