@@ -19,9 +19,12 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from specdec_triton import ops  # noqa: F401  (registers the ops)
+from specdec_triton import ops
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.observe import Observation, attention_configs, observe
+from specdec_triton.reference.append_kv import append_planned
+from specdec_triton.reference.paging import Plan, make_plan
+from specdec_triton.reference.verify_attention import attend_planned
 
 IMPLEMENTATION = "specdec_paged"
 _append_kv = torch.ops.specdec.append_kv.default
@@ -39,6 +42,7 @@ class Pass:
         take: int64 ``[B,T]``, the packed row of (b, t) (any row where t >= query_lens[b]); None: row b*T + t.
         put: int64 ``[N]``, the b*T + t of a packed row; None with take None.
         backend: of append_kv and of verify_attention.
+        plan: on the CPU, what both ops would find out again in every layer; None: let them.
     """
 
     cache: KVCache
@@ -51,6 +55,7 @@ class Pass:
     take: torch.Tensor | None
     put: torch.Tensor | None
     backend: tuple[str, str]
+    plan: Plan | None
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
         """Packed rows ``[N,H,D]`` -> ``[B,T,H,D]``."""
@@ -74,11 +79,16 @@ def paged_attention(
     k_cache, v_cache = p.cache.layer(layer)
     total = len(q)
     q, k, v = p.unpack(q), p.unpack(k), p.unpack(v)
-    _append_kv(k, v, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, p.backend[0])
-    out = _verify_attention(
-        q, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, scale, None, sliding_window, softcap, sinks,
-        None, None, p.backend[1],
-    ).flatten(0, 1)  # fmt: skip
+    if p.plan is not None:
+        append_planned(k, v, k_cache, v_cache, p.plan)
+        out = attend_planned(q, k_cache, v_cache, p.plan, scale, sliding_window, softcap, sinks)
+    else:
+        _append_kv(k, v, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, p.backend[0])
+        out = _verify_attention(
+            q, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, scale, None, sliding_window, softcap,
+            sinks, None, None, p.backend[1],
+        )  # fmt: skip
+    out = out.flatten(0, 1)
     if p.put is not None:
         out = out.index_select(0, p.put)
     if len(out) < total:  # rows that only pad the matrix products
@@ -130,7 +140,10 @@ class ModelAdapter:
         self.max_len: int | None = self.observation.max_len
         self._configs = attention_configs(model)
         like = torch.empty(0, device=self.device)
-        self._backend = tuple(ops.resolve_backend(backend, op, like) for op in ("append_kv", "verify_attention"))
+        self._backend = (
+            ops.resolve_backend(backend, "append_kv", like),
+            ops.resolve_backend(backend, "verify_attention", like),
+        )
         self._keeps_logits = self.observation.keeps_logits
         self.observation.check_cached_passes(self)
 
@@ -188,9 +201,10 @@ class ModelAdapter:
         if rows is not None and rows > real:
             ids = torch.nn.functional.pad(ids, (0, rows - real))
             position = torch.nn.functional.pad(position, (0, rows - real))
-        p = Pass(
-            cache, block_table, context_lens, lens, batch, count, real, take, put, self._backend  # type: ignore[arg-type]
-        )
+        plan = None
+        if self.device.type == "cpu" and self._backend == ("torch", "torch"):
+            plan = make_plan(block_table, context_lens, lens, count, cache.page_size)
+        p = Pass(cache, block_table, context_lens, lens, batch, count, real, take, put, self._backend, plan)
         keep: dict[str, Any] = {}
         if last_only:
             ends = torch.tensor(query_lens or [count] * batch).cumsum(0).to(self.device) - 1

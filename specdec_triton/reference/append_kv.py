@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specdec_triton.reference.paging import token_slots
+from specdec_triton.reference.paging import Plan, locate, make_plan
 
 
 def append_kv(
@@ -19,38 +19,36 @@ def append_kv(
     v_scale: torch.Tensor | None,
 ) -> None:
     """In place; see ``specdec_triton.ops.append_kv``."""
-    batch, count = k.shape[:2]
-    page_size = k_cache.shape[1]
+    count, page_size = k.shape[1], k_cache.shape[1]
     if k_scale is not None:
         k = k / k_scale[:, None]
     if v_scale is not None:
         v = v / v_scale[:, None]
-
     if k.device.type == "cpu":
-        # Lengths are at hand: copy slices, page by page (a handful of short copies in a decode pass).
-        counts = [count] * batch if query_lens is None else query_lens.tolist()
-        rows = zip(block_table.tolist(), context_lens.tolist(), counts, strict=True)
-        for b, (table, context, n) in enumerate(rows):
-            t = 0
-            while t < n:
-                page, slot = table[(context + t) // page_size], (context + t) % page_size
-                width = min(page_size - slot, n - t)
-                k_cache[page, slot : slot + width] = _stored(k[b, t : t + width], k_cache)
-                v_cache[page, slot : slot + width] = _stored(v[b, t : t + width], v_cache)
-                t += width
+        append_planned(k, v, k_cache, v_cache, make_plan(block_table, context_lens, query_lens, count, page_size))
         return
-
     step = torch.arange(count, device=k.device)
-    valid = torch.ones(batch, count, dtype=torch.bool, device=k.device)
+    position = context_lens.long()[:, None] + step
+    valid = torch.ones_like(position, dtype=torch.bool) if query_lens is None else step < query_lens[:, None]
+    page, slot = locate(block_table, position, valid, page_size)
+    # A row past query_lens must not write. It repeats its request's row 0 instead, or what lies there if it has none.
     if query_lens is not None:
-        valid = step < query_lens[:, None]
-    page, slot = token_slots(block_table, context_lens.long(), count, valid, page_size)
-    if query_lens is not None:
-        if k.device.type == "meta":
-            return
-        page, slot, k, v = page[valid], slot[valid], k[valid], v[valid]
-    k_cache[page, slot] = _stored(k, k_cache)
-    v_cache[page, slot] = _stored(v, v_cache)
+        page, slot = (torch.where(valid, x, x[:, :1]) for x in (page, slot))
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        new = _stored(x, cache)
+        if query_lens is not None:
+            anchor = torch.where(valid[:, :1, None, None], new[:, :1], cache[page[:, :1], slot[:, :1]])
+            new = torch.where(valid[..., None, None], new, anchor)
+        cache[page, slot] = new
+
+
+def append_planned(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan
+) -> None:
+    """The CPU path: slices, page by page (one or two short copies in a decode pass)."""
+    for b, tokens, page, slots in plan.writes:
+        k_cache[page, slots] = _stored(k[b, tokens], k_cache)
+        v_cache[page, slots] = _stored(v[b, tokens], v_cache)
 
 
 def _stored(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,155 @@
-"""Where a request's tokens lie in the pages: position i is slot i % S of page block_table[b, i // S]."""
+"""Where a request's tokens lie in the pages: position i is slot i % S of page block_table[b, i // S].
+
+On a device, lengths stay on the device, and every slot that the table could reach is masked. On the CPU, where they are
+at hand, a :class:`Plan` turns them into slices once for all layers of a pass.
+"""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
 
-def token_slots(
-    block_table: torch.Tensor, start: torch.Tensor, count: int, valid: torch.Tensor, page_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Page and slot, int64 ``[B,count]`` each, of positions start .. start + count - 1.
+class Write(NamedTuple):
+    """New positions ``tokens`` of request ``b`` go to ``slots`` of ``page``."""
 
-    Args:
-        start: int64 ``[B]``. valid: bool ``[B,count]``; where False, the table is not read and page 0 slot 0 returned.
+    b: int
+    tokens: slice
+    page: int
+    slots: slice
+
+
+class Read(NamedTuple):
+    """A request's keys first .. end - 1, counted from the plan's begin: the pages, and the slots to skip in them."""
+
+    pages: slice | torch.Tensor
+    skip: int
+    first: int
+    end: int
+
+
+@dataclass
+class Plan:
+    """A pass on the CPU: B requests, ``counts[b]`` of up to ``count`` new positions after ``contexts[b]`` old ones."""
+
+    tables: tuple[tuple[int, ...], ...]
+    contexts: tuple[int, ...]
+    counts: tuple[int, ...]
+    count: int
+    page_size: int
+    _kept: dict[Any, Any] = field(default_factory=dict)
+
+    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, made once per plan and key: all layers of a pass ask for the same."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    @property
+    def writes(self) -> list[Write]:
+        return self.keep("writes", self._writes)
+
+    def _writes(self) -> list[Write]:
+        out = []
+        for b, (table, context, n) in enumerate(zip(self.tables, self.contexts, self.counts, strict=True)):
+            t = 0
+            while t < n:
+                slot = (context + t) % self.page_size
+                width = min(self.page_size - slot, n - t)
+                page = table[(context + t) // self.page_size]
+                out.append(Write(b, slice(t, t + width), page, slice(slot, slot + width)))
+                t += width
+        return out
+
+    def reads(self, below: int | None, tile: int) -> tuple[int, int, list[Read]]:
+        """The keys' first position (a multiple of ``tile``), their number (whole tiles), and each request's part.
+
+        Args:
+            below: the first key that matters lies this far from a request's context (None: all do).
+        """
+        return self.keep(("reads", below, tile), lambda: self._reads(below, tile))
+
+    def _reads(self, below: int | None, tile: int) -> tuple[int, int, list[Read]]:
+        starts = [0 if below is None else max(context + below, 0) for context in self.contexts]
+        active = [b for b, n in enumerate(self.counts) if n > 0]
+        if not active:
+            return 0, 0, []
+        begin = min(starts[b] for b in active) // tile * tile
+        length = -(-(max(self.contexts[b] + self.counts[b] for b in active) - begin) // tile) * tile
+        out = []
+        for table, context, n, start in zip(self.tables, self.contexts, self.counts, starts, strict=True):
+            if not n:
+                out.append(Read(slice(0, 0), 0, 0, 0))
+                continue
+            ids = list(table[start // self.page_size : -(-(context + n) // self.page_size)])
+            adjacent = ids == list(range(ids[0], ids[0] + len(ids)))
+            pages = slice(ids[0], ids[0] + len(ids)) if adjacent else torch.tensor(ids)
+            out.append(Read(pages, start % self.page_size, start - begin, context + n - begin))
+        return begin, length, out
+
+
+def make_plan(
+    block_table: torch.Tensor, context_lens: torch.Tensor, query_lens: torch.Tensor | None, count: int, page_size: int
+) -> Plan:
+    """The plan of a pass; a pass's later layers get the same object."""
+    contexts = tuple(context_lens.tolist())
+    counts = (count,) * len(contexts) if query_lens is None else tuple(query_lens.tolist())
+    tables = tuple(map(tuple, block_table.tolist()))
+    return _plan(threading.get_ident(), tables, contexts, counts, count, page_size)
+
+
+@lru_cache(maxsize=4)
+def _plan(
+    thread: int,  # a plan holds buffers: threads must not share one
+    tables: tuple[tuple[int, ...], ...],
+    contexts: tuple[int, ...],
+    counts: tuple[int, ...],
+    count: int,
+    page_size: int,
+) -> Plan:
+    return Plan(tables, contexts, counts, count, page_size)
+
+
+def load(cache: torch.Tensor, factor: torch.Tensor | None, out: torch.Tensor, reads: list[Read]) -> torch.Tensor:
+    """Copy the requests' keys or values into fp32 ``out [B,Hkv,L,D]``, which holds 0 elsewhere; as ``[B*Hkv,L,D]``.
+
+    Neither table entries nor slots outside a request's part are used: they may hold anything.
     """
-    position = start[:, None] + torch.arange(count, device=block_table.device)
+    for b, (pages, skip, first, end) in enumerate(reads):
+        tokens = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
+        out[b, :, first:end].copy_(tokens.flatten(0, 1)[skip : skip + end - first].transpose(0, 1))
+    if factor is not None:
+        out *= factor[:, None, None]
+    return out.flatten(0, 1)
+
+
+def gather(
+    cache: torch.Tensor,
+    factor: torch.Tensor | None,
+    block_table: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    length: int,
+) -> torch.Tensor:
+    """:func:`load` on a device: positions 0 .. length - 1, 0 outside ``start[b] .. end[b] - 1``."""
+    position = torch.arange(length, device=cache.device)
+    valid = (position >= start[:, None]) & (position < end[:, None])
+    page, slot = locate(block_table, position.expand(block_table.shape[0], -1), valid, cache.shape[1])
+    tile = cache[page, slot].float()  # [B,length,Hkv,D]
+    if factor is not None:
+        tile = tile * factor[:, None]
+    return tile.masked_fill(~valid[..., None, None], 0).transpose(1, 2).flatten(0, 1)
+
+
+def locate(
+    block_table: torch.Tensor, position: torch.Tensor, valid: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page and slot, int64 ``[B,N]`` each, of positions ``[B,N]``; page 0, slot 0 where not ``valid``."""
     index = torch.where(valid, position // page_size, 0)
     page = torch.where(valid, block_table.gather(1, index).long(), 0)
     return page, torch.where(valid, position % page_size, 0)

@@ -12,10 +12,9 @@ fp32 throughout. Three choices serve exactness and the CPU:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-
 import torch
+
+from specdec_triton.reference.paging import Plan, gather, load, make_plan
 
 KEY_TILE = 256
 ROW_TILE = 8
@@ -39,38 +38,87 @@ def verify_attention(
     v_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """``[B,T,Hq,D]`` in q's dtype; see ``specdec_triton.ops.verify_attention``."""
-    batch, count, q_heads, dim = q.shape
-    kv_heads = k_cache.shape[2]
-    group = q_heads // kv_heads
-    rows = count * group
-    padded = -(-rows // ROW_TILE) * ROW_TILE
+    batch, count, q_heads, _ = q.shape
+    page_size = k_cache.shape[1]
     if batch == 0 or count == 0:
         return torch.zeros_like(q)
+    if q.device.type == "cpu" and tree_mask is None:
+        plan = make_plan(block_table, context_lens, query_lens, count, page_size)
+        return attend_planned(q, k_cache, v_cache, plan, scale, sliding_window, softcap, sinks, k_scale, v_scale)
+    context = context_lens.long()
+    lens = torch.full_like(context, count) if query_lens is None else query_lens.long()
+    # Keys below the window of every row may lie in freed pages. A node with an empty mask has depth -1.
+    start = torch.zeros_like(context) if sliding_window is None else context - sliding_window
+    length = -(-block_table.shape[1] * page_size // KEY_TILE) * KEY_TILE
+    end = torch.where(lens > 0, context + lens, 0)
+    keys = gather(k_cache, k_scale, block_table, start, end, length)
+    values = gather(v_cache, v_scale, block_table, start, end, length)
+    bias, idle = _bias(context, lens, count, q_heads // k_cache.shape[2], 0, length, sliding_window, tree_mask)
+    rows = _row_buffer(q, k_cache.shape[2])
+    return _attend_heads(q, keys, values, bias, idle, scale, softcap, sinks, rows)
 
-    lens = context_lens.new_full((batch,), count) if query_lens is None else query_lens
-    if q.device.type == "cpu":  # lengths are at hand: touch only what the requests use
-        plan = _plan(
-            tuple(map(tuple, block_table.tolist())), tuple(context_lens.tolist()), tuple(lens.tolist()),
-            k_cache.shape[1], count, group, sliding_window,
-        )  # fmt: skip
-        if plan.length == 0:
-            return torch.zeros_like(q)
-        keys, values = plan.load(k_cache, k_scale), plan.load(v_cache, v_scale)
-        begin, bias, idle = plan.begin, plan.bias, plan.idle
-    else:
-        begin, bias, idle = 0, None, None
-        stop, end = block_table.shape[1] * k_cache.shape[1], context_lens.long() + lens
-        keys = _gather(k_cache, k_scale, block_table, end, stop)
-        values = _gather(v_cache, v_scale, block_table, end, stop)
-    if tree_mask is not None or bias is None:
-        bias, idle = _bias(
-            context_lens.long(), lens.long(), count, group, begin, keys.shape[1], sliding_window, tree_mask
-        )
 
-    # [B,T,Hkv,G,D] -> [B,Hkv,T,G,D] -> [B*Hkv, T*G padded, D]
-    folded = q.unflatten(2, (kv_heads, group)).transpose(1, 2).reshape(batch * kv_heads, rows, dim).float()
-    if padded > rows:
-        folded = torch.cat((folded, _zeros(batch * kv_heads, padded - rows, dim, q.device)), 1)
+def attend_planned(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: Plan,
+    scale: float | None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The CPU path for chains: only the tiles that hold a key are touched, and one plan serves all layers of a pass."""
+    group = q.shape[2] // k_cache.shape[2]
+    below = None if sliding_window is None else 1 - sliding_window
+    begin, length, reads = plan.reads(below, KEY_TILE)
+    if length == 0:
+        return torch.zeros_like(q)
+    kv_heads, dim = k_cache.shape[2:]
+    bias, idle = plan.keep(
+        ("bias", group, sliding_window),
+        lambda: _bias(
+            torch.tensor(plan.contexts), torch.tensor(plan.counts), plan.count, group, begin, length, sliding_window,
+            None,
+        ),
+    )  # fmt: skip
+    # The buffers serve all layers of the pass, so they stay in the cache; each layer writes the same parts of them.
+    shape = (2, len(plan.contexts), kv_heads, length, dim)
+    k_buffer, v_buffer = plan.keep(("tiles", shape, sliding_window), lambda: torch.zeros(shape))
+    keys, values = load(k_cache, k_scale, k_buffer, reads), load(v_cache, v_scale, v_buffer, reads)
+    rows = plan.keep(("rows", shape, group), lambda: _row_buffer(q, kv_heads))
+    return _attend_heads(q, keys, values, bias, idle, scale, softcap, sinks, rows)
+
+
+def _row_buffer(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Zeros fp32 ``[B,Hkv,R,D]`` for the folded query, R = T * G padded."""
+    batch, count, q_heads, dim = q.shape
+    rows = count * (q_heads // kv_heads)
+    return torch.zeros(batch, kv_heads, -(-rows // ROW_TILE) * ROW_TILE, dim, device=q.device)
+
+
+def _attend_heads(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    idle: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    buffer: torch.Tensor,
+) -> torch.Tensor:
+    """Fold the query heads of a KV head into rows, attend, unfold; positions that see nothing give 0."""
+    batch, count, q_heads, dim = q.shape
+    kv_heads, padded = buffer.shape[1:3]
+    group = q_heads // kv_heads
+    rows = count * group
+    # [B,T,Hkv,G,D] -> [B,Hkv,T,G,D] -> [B*Hkv,R,D]
+    grouped = q.unflatten(2, (kv_heads, group)).transpose(1, 2)
+    buffer[:, :, :rows].view(batch, kv_heads, count, group, dim).copy_(grouped)
+    folded = buffer.flatten(0, 1)
     sink_rows = None
     if sinks is not None:  # a sink is a key without a value
         sink_rows = sinks.float().view(1, kv_heads, 1, group).expand(batch, kv_heads, count, group)
@@ -82,7 +130,6 @@ def verify_attention(
         sink = None if sink_rows is None else sink_rows[:, r]
         blocks.append(_attend(folded[:, r], keys, values, bias[:, r], factor, softcap, sink))
     out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
-
     out = out[:, :rows].view(batch, kv_heads, count, group, dim).transpose(1, 2).reshape(q.shape).to(q.dtype)
     return out if idle is None else out.masked_fill(idle[..., None, None], 0)
 
@@ -101,10 +148,9 @@ def _attend(
     L is a multiple of KEY_TILE; trailing tiles that a row does not see leave its bits as they are: they add zeros.
     """
     heads = q.shape[0] // bias.shape[0]
-    tiles = range(0, keys.shape[1], KEY_TILE)
+    tiles = [slice(first, first + KEY_TILE) for first in range(0, keys.shape[1], KEY_TILE)]
     scores = []
-    for first in tiles:
-        tile = slice(first, first + KEY_TILE)
+    for tile in tiles:
         transposed = keys[:, tile].transpose(1, 2)
         tile_bias = bias[..., tile] if heads == 1 or bias.shape[0] == 1 else bias[..., tile].repeat_interleave(heads, 0)
         if softcap is None:
@@ -119,96 +165,11 @@ def _attend(
         weights = (joined - highest).exp_()
         weights /= weights.sum(-1, keepdim=True) + (sinks - highest).exp_()
     out = None
-    for first in tiles:
-        tile = slice(first, first + KEY_TILE)
+    for tile in tiles:
         part, tile_values = weights[..., tile], values[:, tile]
         out = torch.bmm(part, tile_values) if out is None else out.add_(torch.bmm(part, tile_values))
     assert out is not None
     return out
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Where the keys of a pass lie, and who sees them: the same for all layers, so made once (CPU only).
-
-    Attributes:
-        begin, length: the keys' first position, a multiple of KEY_TILE, and their number, whole tiles.
-        sources: for each request its pages (a slice of adjacent ones, or their ids), the slots to skip, and its keys.
-        bias, idle: see :func:`_bias`, for a chain.
-    """
-
-    begin: int
-    length: int
-    sources: tuple[tuple[slice | torch.Tensor, int, int], ...]
-    bias: torch.Tensor | None
-    idle: torch.Tensor | None
-
-    def load(self, cache: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-        """Keys or values, fp32 ``[B*Hkv,L,D]``, 0 past a request's end.
-
-        Neither table entries nor slots past a request's length are used: they may hold anything.
-        """
-        tiles = []
-        for pages, skip, used in self.sources:
-            tile = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
-            tile = tile.flatten(0, 1)[skip : skip + used].float()
-            if factor is not None:
-                tile = tile * factor[:, None]
-            if used < self.length:
-                tile = torch.cat((tile, _zeros(self.length - used, *cache.shape[2:], cache.device)))
-            tiles.append(tile)
-        if len(tiles) == 1:
-            return tiles[0].transpose(0, 1)
-        return torch.stack(tiles).transpose(1, 2).flatten(0, 1)
-
-
-@lru_cache(maxsize=8)
-def _plan(
-    tables: tuple[tuple[int, ...], ...],
-    contexts: tuple[int, ...],
-    counts: tuple[int, ...],
-    page_size: int,
-    count: int,
-    group: int,
-    window: int | None,
-) -> _Plan:
-    active = [(context, n) for context, n in zip(contexts, counts, strict=True) if n > 0]
-    if not active:
-        return _Plan(0, 0, (), None, None)
-    first = 0 if window is None else min(max(context + 1 - window, 0) for context, _ in active)
-    begin = first // KEY_TILE * KEY_TILE
-    length = -(-(max(context + n for context, n in active) - begin) // KEY_TILE) * KEY_TILE
-    sources = []
-    for table, context, n in zip(tables, contexts, counts, strict=True):
-        used = max(context + n - begin, 0) if n else 0
-        pages: slice | torch.Tensor = slice(0, 0)
-        if used:
-            ids = list(table[begin // page_size : -(-(begin + used) // page_size)])
-            adjacent = ids == list(range(ids[0], ids[0] + len(ids)))
-            pages = slice(ids[0], ids[0] + len(ids)) if adjacent else torch.tensor(ids)
-        sources.append((pages, begin % page_size, used))
-    bias, idle = _bias(torch.tensor(contexts), torch.tensor(counts), count, group, begin, length, window, None)
-    return _Plan(begin, length, tuple(sources), bias, idle)
-
-
-@lru_cache(maxsize=64)
-def _zeros(a: int, b: int, c: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(a, b, c, device=device)
-
-
-def _gather(
-    cache: torch.Tensor, factor: torch.Tensor | None, block_table: torch.Tensor, end: torch.Tensor, stop: int
-) -> torch.Tensor:
-    """The same on a device, where lengths are not read: every slot of the table's width, masked."""
-    page_size = cache.shape[1]
-    position = torch.arange(-(-stop // KEY_TILE) * KEY_TILE, device=cache.device)
-    valid = position < end[:, None]
-    index = torch.where(valid, (position // page_size)[None], 0)
-    page = torch.where(valid, block_table.gather(1, index).long(), 0)
-    tile = cache[page, (position % page_size).expand_as(page)].float()  # [B,L,Hkv,D]
-    if factor is not None:
-        tile = tile * factor[:, None]
-    return tile.masked_fill(~valid[..., None, None], 0).transpose(1, 2).flatten(0, 1)
 
 
 def _bias(
