@@ -145,7 +145,9 @@ def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", "bench.bench_generate", "--peak-of", name, "--dtype", args.dtype]
         command += ["--model", args.model, "--max-new-tokens", str(args.max_new_tokens), "-k", str(args.k)]
         peak = json.loads(subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).splitlines()[-1])
-        rows.append(provenance() | {"bench": "memory", "model": args.model, "dtype": args.dtype, "provider": name} | peak)
+        rows.append(
+            provenance() | {"bench": "memory", "model": args.model, "dtype": args.dtype, "provider": name} | peak
+        )
     return rows
 
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from specdec_triton import ops
     from specdec_triton.drafters import DraftModel, NoDraft, PromptLookup
     from specdec_triton.engine import SpeculativeDecoder
-    from specdec_triton.hf import speculative
     from specdec_triton.fusion import optimize
+    from specdec_triton.hf import speculative
     from specdec_triton.request import GenerationOutput
     from specdec_triton.sampling import SamplingParams
 

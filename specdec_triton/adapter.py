@@ -20,6 +20,7 @@ import torch
 from transformers import AttentionInterface
 
 from specdec_triton import ops
+from specdec_triton.exactness import InvariantRows
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.observe import Observation, attention_configs, observe
 from specdec_triton.reference.append_kv import append_planned
@@ -42,6 +43,7 @@ class Pass:
         take: int64 ``[B,T]``, the packed row of (b, t) (any row where t >= query_lens[b]); None: row b*T + t.
         put: int64 ``[N]``, the b*T + t of a packed row; None with take None.
         backend: of append_kv and of verify_attention.
+        softcap: whether the module's own attention applies the softcap that the model states.
         plan: on the CPU, what both ops would find out again in every layer; None: let them.
     """
 
@@ -55,6 +57,7 @@ class Pass:
     take: torch.Tensor | None
     put: torch.Tensor | None
     backend: tuple[str, str]
+    softcap: bool
     plan: Plan | None
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
@@ -113,6 +116,7 @@ def _attention_interface(
     assert specdec_pass is not None, "observe() lets no model through that drops the keyword arguments"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]
+    softcap = softcap if specdec_pass.softcap else None
     return paged_attention(specdec_pass, layer, q, k, v, scaling, sliding_window, softcap, s_aux)[None], None
 
 
@@ -145,7 +149,20 @@ class ModelAdapter:
             ops.resolve_backend(backend, "verify_attention", like),
         )
         self._keeps_logits = self.observation.keeps_logits
+        # sdpa has no softcap. Older transformers drop it there without a word, and the text is what the module writes.
+        self._softcap = self.config._attn_implementation != "sdpa"
+        self._rows: InvariantRows | None = None
         self.observation.check_cached_passes(self)
+
+    def invariant_rows(self) -> InvariantRows:
+        """The row counts of exact passes; found on first use.
+
+        Raises:
+            ExactnessError: there are none.
+        """
+        if self._rows is None:
+            self._rows = InvariantRows(self)
+        return self._rows
 
     def new_cache(self, *, slots: int, page_size: int, num_pages: int, growable: bool = False) -> KVCache:
         """A KV cache of this model's shapes."""
@@ -204,7 +221,9 @@ class ModelAdapter:
         plan = None
         if self.device.type == "cpu" and self._backend == ("torch", "torch"):
             plan = make_plan(block_table, context_lens, lens, count, cache.page_size)
-        p = Pass(cache, block_table, context_lens, lens, batch, count, real, take, put, self._backend, plan)
+        p = Pass(
+            cache, block_table, context_lens, lens, batch, count, real, take, put, self._backend, self._softcap, plan
+        )
         keep: dict[str, Any] = {}
         if last_only:
             ends = torch.tensor(query_lens or [count] * batch).cumsum(0).to(self.device) - 1

@@ -14,7 +14,7 @@ from specdec_triton import ops
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, Drafts, NoDraft, Round
 from specdec_triton.errors import OutOfPagesError
-from specdec_triton.exactness import ExactnessError, InvariantRows
+from specdec_triton.exactness import ExactnessError
 from specdec_triton.request import GenerationOutput, RequestHandle
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingBatch, SamplingParams, draw_seed
 
@@ -27,7 +27,8 @@ class SpeculativeDecoder:
     """Generates with a target model and a drafter; the text is what the target alone would have written.
 
     Args:
-        target: a transformers causal language model on one device.
+        target: a transformers causal language model on one device, or another decoder's ``target``, which spares the
+            checks of the model and of this machine.
         drafter: where drafts come from; None: :class:`~specdec_triton.NoDraft` (plain decoding).
         num_draft_tokens: K, the most tokens drafted a round, 0 to 63.
         max_batch_size: requests decoded at once; further ones wait.
@@ -74,23 +75,27 @@ class SpeculativeDecoder:
         self.num_draft_tokens = num_draft_tokens
         self.method = method
         self._backend = backend
-        self._target = ModelAdapter(target, backend=backend)
+        self._target = target if isinstance(target, ModelAdapter) else ModelAdapter(target, backend=backend)
         limits = [n for n in (max_seq_len, self._target.max_len) if n is not None]
         self.max_seq_len = min(limits, default=None)
         self._exact = exact
-        self._rows: InvariantRows | None = None
         if exact:
-            self._rows = InvariantRows(self._target)
+            self._target.invariant_rows()
         self._cache = self._target.new_cache(
             slots=max_batch_size, page_size=page_size, num_pages=num_pages or 0, growable=num_pages is None
         )
         self._drafts = (drafter or NoDraft()).bind(
             self._target, slots=max_batch_size, page_size=page_size, backend=backend
         )
-        self._stop_ids = _eos_ids(target)
+        self._stop_ids = _eos_ids(self._target.model)
         self._waiting: deque[RequestHandle] = deque()
         self._slots: list[RequestHandle | None] = [None] * max_batch_size
         self._texts = torch.zeros(max_batch_size, 0, dtype=torch.int64, device=self._target.device)
+
+    @property
+    def target(self) -> ModelAdapter:
+        """The target over paged KV, for other decoders of the same model."""
+        return self._target
 
     @property
     def free_pages(self) -> int:
@@ -138,6 +143,7 @@ class SpeculativeDecoder:
         self._waiting.append(handle)
         return handle
 
+    @torch.inference_mode()
     def cancel(self, handle: RequestHandle) -> None:
         """End a request with finish_reason ``cancelled``; what it has written stays in its output."""
         if handle.output is not None:
@@ -164,10 +170,8 @@ class SpeculativeDecoder:
 
     def warmup(self) -> None:
         """Do ahead of the first request what it would wait for: test the row counts that its passes will need."""
-        rows = self._invariant_rows()
-        if rows is not None:
-            for n in range(1, self.num_draft_tokens + 2):
-                rows.pad(n)
+        for n in range(1, self.num_draft_tokens + 2):
+            self._invariant(n)
 
     # A round: draft, verify, accept.
 
@@ -188,7 +192,7 @@ class SpeculativeDecoder:
         limits = [min(self._k(handle), handle.remaining - 1) for handle in handles]
         index = torch.tensor(group.slots, device=self._target.device)
         longest = max(len(handle) for handle in handles)
-        return self._drafts.propose(
+        drafts = self._drafts.propose(
             Round(
                 slots=group.slots,
                 texts=self._texts[index, :longest],
@@ -198,6 +202,8 @@ class SpeculativeDecoder:
                 method=group.method,
             )
         )
+        drafts.lens = [min(n, limit) for n, limit in zip(drafts.lens, limits, strict=True)]
+        return drafts
 
     def _verify(self, slots: Sequence[int], drafts: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
         """Score every draft and the place after it in one pass: logits ``[B,K+1,V]``."""
@@ -207,7 +213,7 @@ class SpeculativeDecoder:
             self._cache.reserve(slot, len(handle) + n)
         last = torch.tensor([[handle.token_ids[-1]] for handle in handles], device=device)
         context = torch.tensor([len(handle) - 1 for handle in handles], dtype=torch.int32, device=device)
-        new = torch.cat([last, drafts], 1).clamp(min=0)
+        new = torch.cat([last, drafts], 1).clamp(0, self._target.vocab_size - 1)  # accept_reject stops at other ids
         queries = [n + 1 for n in lens]
         return self._target.forward(
             new,
@@ -224,9 +230,10 @@ class SpeculativeDecoder:
         """Keep the right prefix of each draft and the token that the target adds."""
         k = tokens.shape[1]
         draft_logits, draft_lse = drafts.logits, drafts.lse
-        if draft_logits is not None and draft_logits.shape[1] < k:  # another group drafted more
+        if draft_logits is not None and draft_logits.shape[1] != k:  # another group drafted more, or drafts were cut
             draft_logits = torch.nn.functional.pad(draft_logits, (0, 0, 0, k - draft_logits.shape[1]))
-            draft_lse = torch.nn.functional.pad(draft_lse, (0, k - draft_lse.shape[1]))  # type: ignore[union-attr,arg-type]
+            if draft_lse is not None:
+                draft_lse = torch.nn.functional.pad(draft_lse, (0, k - draft_lse.shape[1]))
         logits = self._process(group.slots, tokens, lens, logits)
         result = ops.accept_reject(
             tokens,
@@ -268,7 +275,10 @@ class SpeculativeDecoder:
     def _emit(self, slot: int, tokens: list[int], drafted: int, accepted: int) -> None:
         handle = self._handle(slot)
         before = len(handle)
-        reason = handle.emit(tokens, drafted, accepted, self._stop_ids | set(handle.params.stop_token_ids))
+        stop_ids = frozenset(handle.params.stop_token_ids)
+        if not handle.params.ignore_eos:
+            stop_ids |= self._stop_ids
+        reason = handle.emit(tokens, drafted, accepted, stop_ids)
         if reason is not None:
             self._end(slot, reason)
             return
@@ -313,8 +323,7 @@ class SpeculativeDecoder:
                 tokens = min(tokens, len(handle) + _HEADROOM)
             if not self._cache.can_reserve(slot, tokens):
                 return
-            self._waiting.popleft()
-            self._slots[slot] = handle
+            self._slots[slot] = self._waiting.popleft()
             handle.start()
             try:
                 self._cache.reserve(slot, tokens)
@@ -380,17 +389,20 @@ class SpeculativeDecoder:
         """Rows of an exact pass; None: as many as there are."""
         if self._exact is None and all(handle.method == "rejection" for handle in handles):
             return None
-        invariant = self._invariant_rows()
-        return invariant.pad(rows) if invariant is not None else None
+        return self._invariant(rows)
 
-    def _invariant_rows(self) -> InvariantRows | None:
-        if self._rows is None and self._exact is None and self._target.device.type != "meta":
-            try:
-                self._rows = InvariantRows(self._target)
-            except ExactnessError as error:
-                self._exact = False
-                warnings.warn(f"{error}; the text may differ from plain decoding at near-ties", stacklevel=4)
-        return self._rows
+    def _invariant(self, rows: int) -> int | None:
+        """The next row count whose bits do not depend on it; None where exactness is off, or cannot be had."""
+        if self._exact is False or self._target.device.type == "meta":
+            return None
+        try:
+            return self._target.invariant_rows().pad(rows)
+        except ExactnessError as error:
+            if self._exact:
+                raise
+            self._exact = False
+            warnings.warn(f"{error}; the text may differ from plain decoding at near-ties", stacklevel=4)
+            return None
 
 
 @dataclass
@@ -404,7 +416,9 @@ def _merge(parts: Sequence[Drafts], device: torch.device) -> tuple[torch.Tensor,
     """All groups' drafts as one ``[B,K]``, K the longest."""
     lens = [n for drafts in parts for n in drafts.lens]
     k = max(lens)
-    tokens = [torch.nn.functional.pad(d.tokens[:, :k], (0, max(k - d.tokens.shape[1], 0)), value=ops.PAD) for d in parts]
+    tokens = [
+        torch.nn.functional.pad(d.tokens[:, :k], (0, max(k - d.tokens.shape[1], 0)), value=ops.PAD) for d in parts
+    ]
     return torch.cat(tokens) if len(tokens) > 1 else tokens[0], lens
 
 

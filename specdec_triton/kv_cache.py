@@ -36,6 +36,7 @@ class KVCache:
         block_table: int32 ``[slots, max_pages]`` on the device, -1 where unused.
     """
 
+    @torch.inference_mode(False)  # what a decoder's step makes must stay writable outside it
     def __init__(
         self,
         layers: Sequence[LayerShape],
@@ -80,6 +81,7 @@ class KVCache:
     def can_reserve(self, slot: int, tokens: int) -> bool:
         return self.growable or self.pages_for(tokens) - len(self._owned[slot]) <= len(self._free)
 
+    @torch.inference_mode(False)
     def reserve(self, slot: int, tokens: int) -> None:
         """Make sure that the slot's pages can hold ``tokens`` tokens.
 

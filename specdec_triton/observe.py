@@ -136,7 +136,11 @@ class Observation:
         for split, first, reason in (
             ((_PROBE_TOKENS,), 0, "its logits over the paged cache differ from its own forward pass"),
             # Rows of the first pass agree whatever the model keeps: only later ones tell.
-            (_PROBE_SPLIT, _PROBE_SPLIT[0], "it keeps state between passes besides keys and values (a recurrent layer?)"),
+            (
+                _PROBE_SPLIT,
+                _PROBE_SPLIT[0],
+                "it keeps state between passes besides keys and values (a recurrent layer?)",
+            ),
         ):
             try:
                 ours = run(split)
@@ -211,7 +215,9 @@ def _record(model: Any, device: torch.device, config: Any) -> tuple[_Recording, 
         with torch.inference_mode():
             out = model(input_ids=tokens, position_ids=positions, use_cache=False, specdec_pass=recording)
     except Exception as error:
-        raise _refuse(model, f"it does not accept position_ids and keyword arguments for its attention: {error}") from error
+        raise _refuse(
+            model, f"it does not accept position_ids and keyword arguments for its attention: {error}"
+        ) from error
     finally:
         _active.pop()
         for c, implementation in zip(configs, before, strict=True):

@@ -44,7 +44,9 @@ class AcceptResult(NamedTuple):
     status: torch.Tensor
 
 
-_PARAMS = "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position, bool? has_filters"
+_PARAMS = (
+    "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position, bool? has_filters"
+)
 
 _append_kv = register(
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, Tensor context_lens,"
@@ -233,11 +235,12 @@ def accept_reject(
         :class:`AcceptResult`. Rows with status 1 have num_accepted 0 and must not be emitted.
 
     Raises:
-        ValueError: shapes, dtypes, devices or a method that do not fit.
+        ValueError: shapes, dtypes, devices or a method that do not fit; on the CPU also draft_lens out of range.
 
     Source: Leviathan et al. 2023; Chen et al. 2023. Proof of exactness: kernels/README.md.
 
     Example:
+        >>> from specdec_triton import SamplingParams
         >>> logits = torch.nn.functional.one_hot(torch.tensor([[1, 5, 3, 4]]), 8).float()
         >>> greedy = SamplingBatch.from_params([SamplingParams(temperature=0)], [0])
         >>> accept_reject(torch.tensor([[1, 2, 3]]), logits, params=greedy, method="greedy").tokens.tolist()
@@ -257,6 +260,9 @@ def accept_reject(
         check_tensor("draft_lse", draft_lse, (batch, rows - 1), target_logits)
     if draft_lens is not None:
         draft_lens = integers("draft_lens", draft_lens, (batch,), target_logits, torch.int32)
+        if draft_lens.device.type == "cpu" and batch:
+            low, high = int(draft_lens.min()), int(draft_lens.max())
+            require(low >= 0 and high < rows, "draft_lens", f"from 0 to K = {rows - 1}", (low, high))
     unpacked = _unpack(params, batch, target_logits)
     chosen = resolve_backend(backend, "accept_reject", target_logits)
     return AcceptResult(
@@ -339,7 +345,7 @@ def ngram_propose(
     require(ok, "max_ngram", f"an integer >= min_ngram = {min_ngram}", max_ngram)
     if tokens.device.type == "cpu" and lens.numel():
         low, high = int(lens.min()), int(lens.max())
-        require(0 <= low and high <= tokens.shape[1], "lens", f"from 0 to L = {tokens.shape[1]}", (low, high))
+        require(low >= 0 and high <= tokens.shape[1], "lens", f"from 0 to L = {tokens.shape[1]}", (low, high))
     return _ngram_propose(tokens, lens, k, min_ngram, max_ngram, resolve_backend(backend, "ngram_propose", tokens))
 
 

@@ -29,6 +29,7 @@ class SamplingParams:
         stop_token_ids: these end the text besides the model's own end-of-sequence ids; the stop token is the last
             of the output.
         num_draft_tokens: K for this request, 0 (plain decoding) to 63; None takes the decoder's.
+        ignore_eos: the model's own end-of-sequence ids do not end the text; only stop_token_ids do.
         logits_processors: callables ``(input_ids [1,L], logits [1,V]) -> logits [1,V]`` such as transformers'
             LogitsProcessor, applied to every position with the text before it (drafts included) as history, before
             temperature and the filters above.
@@ -49,6 +50,7 @@ class SamplingParams:
     max_new_tokens: int = 128
     stop_token_ids: Sequence[int] = ()
     num_draft_tokens: int | None = None
+    ignore_eos: bool = False
     logits_processors: Sequence[Any] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

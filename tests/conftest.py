@@ -1,7 +1,7 @@
 """Shared settings of the suite.
 
 One thread: the models are tiny, and threads that wait for a busy core make the suite ten times slower. A test that asks
-for ``backend`` runs on PyTorch, and on Triton wherever the op that its module names as ``OP`` has a kernel that can run.
+for ``backend`` runs on PyTorch, and on Triton where the op that its module names as ``OP`` has a kernel that can run.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         "prompt_tokens": len(ids),
     }
     if args.compare:
-        return compare(args, target, decoder, tokenizer, ids, params, settings)
+        return compare(args, decoder, tokenizer, ids, params, settings)
     return single(args, decoder, tokenizer, ids, params, settings)
 
 
@@ -208,7 +208,6 @@ def single(
 
 def compare(
     args: argparse.Namespace,
-    target: Any,
     decoder: SpeculativeDecoder,
     tokenizer: Any,
     ids: Sequence[int],
@@ -218,7 +217,7 @@ def compare(
     """Decode plainly and speculatively in turn, and report the faster run of each."""
     from specdec_triton.drafters import NoDraft
 
-    decoders = {"plain": make_decoder(target, NoDraft(), 0), "speculative": decoder}
+    decoders = {"plain": make_decoder(decoder.target, NoDraft(), 0), "speculative": decoder}
     best: dict[str, GenerationOutput] = {}
     warmup = SamplingParams(
         **{name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")},

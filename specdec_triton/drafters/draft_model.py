@@ -54,9 +54,7 @@ class _Session(DraftSession):
     that token too.
     """
 
-    def __init__(
-        self, adapter: ModelAdapter, vocab_size: int, slots: int, page_size: int, backend: str | None
-    ) -> None:
+    def __init__(self, adapter: ModelAdapter, vocab_size: int, slots: int, page_size: int, backend: str | None) -> None:
         self._adapter = adapter
         self._vocab_size = vocab_size
         self._backend = backend
@@ -82,6 +80,7 @@ class _Session(DraftSession):
         slots = [round_.slots[b] for b in active]
         rows = torch.tensor(active, device=device)
         texts, params = round_.texts[rows], _take(round_.params, rows)
+        texts = texts.clamp(max=self._adapter.vocab_size - 1)  # ids that only the target has
         table = self._cache.block_table[torch.tensor(slots, device=device)]
 
         logits = self._first_pass(texts, [round_.lens[b] for b in active], slots, table)
@@ -94,8 +93,7 @@ class _Session(DraftSession):
             drawn, lse = self._draw(logits, params, j, round_.method)
             finite = finite & lse.isfinite()
             lens = [
-                n + 1 if good and j < limits[b] else n
-                for n, good, b in zip(lens, finite.tolist(), active, strict=True)
+                n + 1 if good and j < limits[b] else n for n, good, b in zip(lens, finite.tolist(), active, strict=True)
             ]
             tokens.append(drawn)
             all_logits.append(logits)

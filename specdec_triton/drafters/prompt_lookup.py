@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ROW_COST = 0.05  # an extra row's share of a pass of one row; 0.03 to 0.06 measured on CPUs for 135M parameters
 _DECAY = 0.9
+_FORGET = 0.02
 _PRIOR_ACCEPTED, _PRIOR_REJECTED = 1.0, 1.0
 
 
@@ -60,6 +61,12 @@ class _Acceptance:
         return self.accepted / (self.accepted + self.rejected)
 
     def update(self, drafted: int, accepted: int) -> None:
+        if (
+            drafted == 0
+        ):  # nothing was learnt; forget a little, so that a request which has stopped drafting tries again
+            self.accepted += _FORGET * (_PRIOR_ACCEPTED - self.accepted)
+            self.rejected += _FORGET * (_PRIOR_REJECTED - self.rejected)
+            return
         self.accepted = _DECAY * self.accepted + accepted
         self.rejected = _DECAY * self.rejected + (accepted < drafted)
 

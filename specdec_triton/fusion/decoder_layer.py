@@ -2,12 +2,14 @@
 
 transformers' layers spend more time in Python, in views and in small operations than small models spend in matrix
 products. This is the same layer over the paged cache with as few operations as PyTorch allows. It is recognised by
-structure, and used by the adapter's passes only; whatever the structure does not show (a multiplier on the residual,
-another activation order) shows in the logits, which ``optimize`` compares.
+structure, and used by the adapter's passes only. What the structure does not show (a multiplier on the residual, another
+order of operations) shows in the output, which :func:`layer_agrees` compares in fp32: in half precision a wrong factor can
+hide in the rounding.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -15,6 +17,10 @@ from torch import nn
 
 from specdec_triton.adapter import Pass, paged_attention
 from specdec_triton.fusion.siblings import FusedPart
+from specdec_triton.kv_cache import KVCache, LayerShape
+from specdec_triton.reference.paging import make_plan
+
+_TOLERANCE = 1e-4  # of what the layer adds; fp32 rounding is some 1e-6
 
 _CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -108,6 +114,58 @@ def fused_decoder_layer(layer: nn.Module, sliding_window: int | None, rope: Rope
     if [part.index for part in parts] != [0, 1, 2, 0, 1] or parts[0].shared is not parts[2].shared:
         return None
     return FusedDecoderLayer(layer, sliding_window, rope)
+
+
+def layer_agrees(
+    layer: nn.Module,
+    sliding_window: int | None,
+    hidden_states: torch.Tensor,
+    kwargs: dict[str, Any],
+    shapes: tuple[LayerShape, ...],
+) -> bool:
+    """Whether the short form adds to ``hidden_states [1,N,H]`` what ``layer`` adds, in fp32 arithmetic.
+
+    Args:
+        kwargs: what the model gave the layer beside the hidden states. shapes: KV shape by layer index.
+    """
+    wide = layer if hidden_states.dtype == torch.float32 else copy.deepcopy(layer).float()
+    x, kwargs = hidden_states.float(), {name: _wide(value) for name, value in kwargs.items()}
+    count, device = x.shape[1], x.device
+    cache = KVCache(shapes, slots=1, page_size=count, num_pages=1, dtype=torch.float32, device=device)
+    cache.reserve(0, count)
+    context = torch.zeros(1, dtype=torch.int32, device=device)
+    plan = make_plan(cache.block_table, context, None, count, count) if device.type == "cpu" else None
+    p = Pass(
+        cache=cache,
+        block_table=cache.block_table,
+        context_lens=context,
+        query_lens=None,
+        batch=1,
+        count=count,
+        rows=count,
+        take=None,
+        put=None,
+        backend=("torch", "torch"),
+        softcap=False,
+        plan=plan,
+    )
+    fused = fused_decoder_layer(wide, sliding_window, RopeTables())
+    assert fused is not None
+    with torch.inference_mode():
+        theirs = wide(x, **kwargs)
+        try:
+            ours = fused(x, position_embeddings=kwargs["position_embeddings"], specdec_pass=p)
+        except (KeyError, RuntimeError, TypeError):
+            return False  # it is called in another way, or its rotary part is not the whole head
+    if not isinstance(theirs, torch.Tensor):
+        return False
+    return float((ours - theirs).abs().max()) < _TOLERANCE * float((theirs - x).abs().max())
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.float()
+    return tuple(map(_wide, value)) if isinstance(value, tuple) else value
 
 
 def _names(module: nn.Module) -> set[str]:

@@ -1,4 +1,4 @@
-"""RMS norms of any model as ``F.rms_norm``, recognised by structure and by what they compute."""
+"""RMS norms of any model in few operations, recognised by structure and by what they compute."""
 
 from __future__ import annotations
 
@@ -8,16 +8,26 @@ from torch import nn
 
 
 class FusedRMSNorm(nn.Module):
-    """RMS norm by ``F.rms_norm``; the weight may be stored as w or as w - 1."""
+    """RMS norm of weight w, stored as w or as w - 1.
+
+    On the CPU ``F.rms_norm`` is eight small operations. For fp32 there, half as many do: with n = |x| over H numbers,
+    x / sqrt(mean(x^2) + eps) = x sqrt(H) / hypot(n, sqrt(H eps)).
+    """
 
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps
         scale = weight.detach() if offset == 0 else weight.detach().float() + offset
+        width = len(weight)
         self._scale = nn.Buffer(scale, persistent=False)
+        self._wide_scale = nn.Buffer(scale.float() * width**0.5, persistent=False)
+        self._floor = nn.Buffer(torch.tensor((width * eps) ** 0.5, device=weight.device), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.float32 and x.device.type == "cpu":
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x.div(torch.hypot(length, self._floor)).mul_(self._wide_scale)
         scale = self._scale
         if scale.dtype == x.dtype:
             return F.rms_norm(x, scale.shape, scale, self.eps)

@@ -3,12 +3,13 @@
 Four rewrites, each found by structure and by watching a short pass, never by model name:
 
 * linear layers that are given the same tensor become one product (``siblings.py``);
-* RMS norms become ``F.rms_norm`` (``norms.py``);
+* RMS norms take fewer operations (``norms.py``);
 * on the CPU, half-precision weights are packed where that is faster on this machine (``packed_linear.py``), and
   activations are fp32;
 * decoder layers of the usual structure take a shorter way in the adapter's passes (``decoder_layer.py``).
 
-What is not recognised stays as it is. The untouched module is the oracle: logits are compared before and after.
+What is not recognised stays as it is. The untouched module is the oracle: logits are compared before and after, and each
+decoder layer's output in fp32.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec_triton.adapter import ModelAdapter
 from specdec_triton.errors import UnsupportedModelError
-from specdec_triton.fusion.decoder_layer import RopeTables, fused_decoder_layer
+from specdec_triton.fusion.decoder_layer import RopeTables, fused_decoder_layer, layer_agrees
 from specdec_triton.fusion.norms import FusedRMSNorm, fused_norm
 from specdec_triton.fusion.packed_linear import PackedLinear, can_pack
 from specdec_triton.fusion.siblings import fuse_siblings
@@ -69,7 +69,7 @@ def optimize(model: Any) -> Any:
         raise UnsupportedModelError(
             f"optimize() changed the logits of {type(model).__name__} by {distance:.2g} of their size; use it unoptimized"
         )
-    _fuse_layers(model)
+    _fuse_layers(model, tokens)
     model._specdec_optimized = True
     return model
 
@@ -150,26 +150,36 @@ def _widen(model: Any) -> None:
             module.float()
 
 
-def _fuse_layers(model: Any) -> None:
-    """Shorten the decoder layers, all or none: the adapter compares passes over pages with the module's own."""
+def _fuse_layers(model: Any, tokens: torch.Tensor) -> None:
+    """Shorten the decoder layers that compute what the usual structure suggests."""
     try:
-        windows = {call.layer: call.sliding_window for call in observe(model).calls}
+        observation = observe(model)
     except UnsupportedModelError:
         return  # no adapter will run it
+    windows = {call.layer: call.sliding_window for call in observation.calls}
     rope = RopeTables()
-    replaced = []
+    candidates = {}
     for parent, name, module in _children(model):
         layer = getattr(getattr(module, "self_attn", None), "layer_idx", None)
-        if layer in windows and not _has_hooks(module):
-            if (fused := fused_decoder_layer(module, windows[layer], rope)) is not None:
-                setattr(parent, name, fused)
-                replaced.append((parent, name, module))
-    if replaced:
-        try:
-            ModelAdapter(model)
-        except UnsupportedModelError:
-            for parent, name, module in replaced:
-                setattr(parent, name, module)
+        if layer in windows and not _has_hooks(module) and fused_decoder_layer(module, windows[layer], rope):
+            candidates[module] = (parent, name, windows[layer])
+    if not candidates:
+        return
+    inputs: dict[nn.Module, tuple[torch.Tensor, dict[str, Any]]] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs[module] = (args[0], kwargs)
+
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in candidates]
+    try:
+        with torch.inference_mode():
+            model(input_ids=tokens, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for module, (parent, name, window) in candidates.items():
+        if module in inputs and layer_agrees(module, window, *inputs[module], observation.layers):
+            setattr(parent, name, fused_decoder_layer(module, window, rope))
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -55,9 +55,9 @@ def accept_reject(
     if method == "greedy" or (device.type == "cpu" and bool(greedy.all())):
         return _emit(drafts, best, accepted, status)
 
-    log_p = log_probs(
-        target_logits.flatten(0, 1), *map(per_position, (temperature, top_k, top_p, min_p)), has_filters
-    )[0].view(batch, k + 1, vocab)
+    log_p = log_probs(target_logits.flatten(0, 1), *map(per_position, (temperature, top_k, top_p, min_p)), has_filters)[
+        0
+    ].view(batch, k + 1, vocab)
 
     if method == "coupled":
         # One row at a time: the noise for all rows at once would be a [B,K+1,V] tensor.

@@ -42,9 +42,7 @@ def append_kv(
         cache[page, slot] = new
 
 
-def append_planned(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan
-) -> None:
+def append_planned(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan) -> None:
     """The CPU path: slices, page by page (one or two short copies in a decode pass)."""
     for b, tokens, page, slots in plan.writes:
         k_cache[page, slots] = _stored(k[b, tokens], k_cache)

@@ -45,4 +45,3 @@ def ngram_propose(
     step = torch.arange(k, device=device)
     drafts = tokens.gather(1, (at[:, None] + 1 + step).clamp(max=capacity - 1))
     return drafts.masked_fill(step >= draft_lens[:, None], PAD), draft_lens.int()
-

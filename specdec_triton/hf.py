@@ -1,0 +1,432 @@
+"""Speculative decoding inside transformers' own ``generate``: ``model.generate(..., custom_generate=speculative(d))``.
+
+``generate`` has merged its options by then: lengths, end-of-sequence ids and stopping criteria arrive as criteria,
+everything that changes scores as logits processors, the batch as padded ids with a mask. Each row goes to the decoder
+without its padding. The rows advance at different speeds, but criteria and streamer see what plain decoding shows them:
+the whole batch, one column of new tokens at a time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitNormalization,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, logits_process
+
+from specdec_triton import ops
+from specdec_triton.adapter import ModelAdapter
+from specdec_triton.drafters import Drafter
+from specdec_triton.engine import METHODS, SpeculativeDecoder
+from specdec_triton.request import GenerationStats, RequestHandle
+from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingParams
+
+_MIN_SLOTS = 8
+_TARGETS: WeakKeyDictionary[Any, tuple[tuple, ModelAdapter]] = WeakKeyDictionary()  # by model; see _examined
+_WARPERS = {  # in the order in which both transformers and the decoder apply them
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+_OWN_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)  # work on any device
+
+# Options of a GenerationConfig that ask for another algorithm or another output, with the values that ask for nothing.
+_REFUSED = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "constraints": (),
+    "force_words_ids": (),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "guidance_scale": (1,),
+    "prompt_lookup_num_tokens": (),
+    "assistant_early_exit": (),
+    "use_mtp": (),
+    "is_assistant": (),
+    "output_scores": (),
+    "output_logits": (),
+    "output_attentions": (),
+    "output_hidden_states": (),
+}
+_STATEFUL = {
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
+    SynthIDTextWatermarkLogitsProcessor: "watermarking_config",
+}
+_KNOW_ALL_ROWS = (EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor)
+_CACHES = ("cache", "past_key_values", "cache_params")
+_HARMLESS = {"use_cache", "logits_to_keep", "return_dict", "tokenizer", "output_attentions", "output_hidden_states"}
+
+
+def speculative(
+    drafter: Drafter | None = None,
+    num_draft_tokens: int = 4,
+    *,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    stop_strings: str | Sequence[str] | None = None,
+    method: str = "auto",
+    exact: bool | None = None,
+    backend: str | None = None,
+) -> SpeculativeGenerate:
+    """A decoding method for ``model.generate(**inputs, custom_generate=...)`` that drafts and verifies.
+
+    Args:
+        drafter: where drafts come from; None: plain decoding.
+        num_draft_tokens: K, the most tokens drafted a round, 0 to 63.
+        streamer: gets the calls that plain ``generate`` makes. Give it here only: transformers hands no decoding method
+            the streamer, tokenizer, assistant_model or synced_gpus given to ``generate``.
+        tokenizer, stop_strings: end a row once its text ends in one of the strings, as ``generate(stop_strings=...,
+            tokenizer=...)`` does.
+        method, exact, backend: see :class:`~specdec_triton.SpeculativeDecoder`. Seeds come from torch's global
+            generator, so ``torch.manual_seed`` governs sampling.
+
+    Raises:
+        ValueError: an argument out of its range; when called, an option of ``generate`` that cannot be honoured.
+
+    Logits processors must be functions of their arguments, since they are also shown drafts that are rejected; stopping
+    criteria may have state. Text that reaches the model's context ends there, with a warning. A model is examined when
+    it is first used; keep the returned object to keep the decoder, and with it the pages of its cache, between calls.
+
+    Example:
+        >>> fast = speculative(PromptLookup())                                           # doctest: +SKIP
+        >>> model.generate(**inputs, max_new_tokens=64, custom_generate=fast)            # doctest: +SKIP
+    """
+    return SpeculativeGenerate(drafter, num_draft_tokens, streamer, tokenizer, stop_strings, method, exact, backend)
+
+
+class SpeculativeGenerate:
+    """What :func:`speculative` returns.
+
+    Attributes:
+        stats: :class:`GenerationStats` of each row of the last call, with tokens decoded past a row's end included.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        num_draft_tokens: int,
+        streamer: Any,
+        tokenizer: Any,
+        stop_strings: str | Sequence[str] | None,
+        method: str,
+        exact: bool | None,
+        backend: str | None,
+    ) -> None:
+        if drafter is not None and not isinstance(drafter, Drafter):
+            raise ValueError(f"drafter must be a Drafter such as PromptLookup(), got {type(drafter).__name__}")
+        if type(num_draft_tokens) is not int or not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"num_draft_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {num_draft_tokens!r}")
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        if stop_strings is not None and tokenizer is None:
+            raise ValueError("stop_strings needs the tokenizer: speculative(..., tokenizer=..., stop_strings=...)")
+        self._drafter = drafter
+        self._streamer = streamer
+        self._stop_strings = [] if stop_strings is None else [StopStringCriteria(tokenizer, _strings(stop_strings))]
+        self._method = method
+        self._options: dict[str, Any] = {
+            "num_draft_tokens": num_draft_tokens,
+            "method": method,
+            "exact": exact,
+            "backend": backend,
+        }
+        self._decoders: WeakKeyDictionary[Any, tuple[SpeculativeDecoder, int]] = WeakKeyDictionary()
+        self.stats: list[GenerationStats] = []
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        generation_config: GenerationConfig | None = None,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """The signature of transformers' own decoding methods."""
+        config = generation_config or model.generation_config
+        if synced_gpus:
+            raise ValueError("synced_gpus cannot be honoured by speculative()")
+        if streamer is not None and self._streamer is not None:
+            raise ValueError("streamer was given to generate and to speculative(); give it to speculative() alone")
+        _check_config(model, config)
+        mask = _check_kwargs(input_ids, model_kwargs)
+        processors, sampling = _sampling(logits_processor or [], bool(config.do_sample))
+        if config.do_sample and self._method == "greedy":
+            raise ValueError("do_sample=True contradicts speculative(method='greedy')")
+        criteria = StoppingCriteriaList([*(stopping_criteria or []), *self._stop_strings])
+        prompts = [row[real].tolist() for row, real in zip(input_ids, mask, strict=True)]
+        with _examined(model, self._options["backend"]) as target:
+            decoder = self._decoder(model, target, len(prompts))
+            batch = _Batch(decoder, input_ids, prompts, criteria, config)
+            if self._streamer is not None:
+                streamer = self._streamer
+                streamer.put(input_ids.cpu())
+            sequences = batch.decode(processors, sampling, streamer)
+            self.stats = [handle.stats for handle in batch.handles]
+        if streamer is not None:
+            streamer.end()
+        if config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+        return sequences
+
+    def _decoder(self, model: Any, target: ModelAdapter, rows: int) -> SpeculativeDecoder:
+        """The model's decoder, with a slot for every row."""
+        decoder, slots = self._decoders.get(model, (None, 0))
+        if decoder is None or decoder.target is not target or slots < rows:
+            slots = max(_MIN_SLOTS, 1 << (rows - 1).bit_length())
+            decoder = SpeculativeDecoder(target, self._drafter, max_batch_size=slots, **self._options)
+            self._decoders[model] = decoder, slots
+        return decoder
+
+
+@contextmanager
+def _examined(model: Any, backend: str | None) -> Iterator[ModelAdapter]:
+    """The model over paged KV. It is examined once, and again if it has been moved, cast or rebuilt.
+
+    Between calls nothing that is kept refers to the model, which would keep it alive.
+    """
+    weight = next(model.parameters())
+    state = (
+        ops.resolve_backend(backend, "verify_attention", weight),
+        (weight.device, weight.dtype, weight.shape),
+        sum(1 for _ in model.modules()),
+    )
+    known, target = _TARGETS.get(model, (None, None))
+    if target is None or known != state:
+        target = ModelAdapter(model, backend=backend)
+        target.model = None
+        _TARGETS[model] = state, target
+    outer, target.model = target.model, model
+    try:
+        yield target
+    finally:
+        target.model = outer
+
+
+class _Batch:
+    """One call: a request for each row, read column by column.
+
+    Args:
+        input_ids: ``[B,L]``, padded. prompts: its rows without padding.
+    """
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        input_ids: torch.Tensor,
+        prompts: list[list[int]],
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+    ) -> None:
+        self.handles: list[RequestHandle] = []
+        self._decoder = decoder
+        self._input_ids = input_ids
+        self._prompts = prompts
+        self._criteria = criteria
+        # Plain decoding pads finished rows if any criterion looks for a token; else they go on until all have finished.
+        self._pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        pad = getattr(config, "_pad_token_tensor", config.pad_token_id)
+        self._pad = None if pad is None else int(pad)
+
+    def decode(self, processors: Sequence[Any], sampling: dict[str, Any], streamer: Any) -> torch.Tensor:
+        """``[B,L+N]``: the padded prompts and up to N new tokens."""
+        budget = self._budget()
+        # Our own bookkeeping stays on the host; others' criteria may hold tensors on the device.
+        on_host = all(type(criterion) in _OWN_CRITERIA for criterion in self._criteria)
+        ids = self._input_ids.cpu() if on_host else self._input_ids
+        going = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        try:
+            self._submit(processors, sampling, budget)
+            for t in range(budget):
+                column = self._column(t, going.tolist())
+                ids = torch.cat([ids, column[:, None].to(ids.device)], 1)
+                going = going & ~self._criteria(ids, None)  # type: ignore[arg-type]
+                if streamer is not None:
+                    streamer.put(column)
+                if not going.any():
+                    break
+                if self._pads:
+                    for handle, goes_on in zip(self.handles, going.tolist(), strict=True):
+                        if not goes_on:
+                            handle.cancel()
+            else:
+                warnings.warn(
+                    f"the text ends at the model's context of {self._decoder.max_seq_len} tokens", stacklevel=3
+                )
+        finally:
+            for handle in self.handles:
+                handle.cancel()
+        return ids.to(self._input_ids.device)
+
+    def _submit(self, processors: Sequence[Any], sampling: dict[str, Any], budget: int) -> None:
+        ends = [c.eos_token_id.tolist() for c in self._criteria if type(c) is EosTokenCriteria]
+        stop_ids = {int(token) for tokens in ends for token in tokens if token >= 0}
+        for row, prompt in enumerate(self._prompts):
+            shown = [_ForRow(processors, self._input_ids, row, len(prompt))] if processors else []
+            params = SamplingParams(
+                **sampling,
+                max_new_tokens=budget,
+                stop_token_ids=sorted(stop_ids),
+                ignore_eos=True,
+                logits_processors=shown,
+            )
+            self.handles.append(self._decoder.submit(prompt, params))
+
+    def _budget(self) -> int:
+        """New tokens a row: up to the shortest maximum length, or until the longest row fills the model's context."""
+        limits = [c.max_length - self._input_ids.shape[1] for c in self._criteria if type(c) is MaxLengthCriteria]
+        if self._decoder.max_seq_len is not None:
+            limits.append(self._decoder.max_seq_len - max(map(len, self._prompts)))
+        if not limits:
+            raise ValueError("max_new_tokens is needed: nothing else limits the text")
+        return max(min(limits), 1)
+
+    def _column(self, t: int, going: list[bool]) -> torch.Tensor:
+        """Every row's new token number ``t``: int64 ``[B]`` on the host."""
+        tokens = []
+        for handle, goes_on in zip(self.handles, going, strict=True):
+            if goes_on or not self._pads:
+                tokens.append(self._token(handle, t))
+            elif self._pad is None:
+                raise ValueError("pad_token_id must be set: the rows end at different lengths")
+            else:
+                tokens.append(self._pad)
+        return torch.tensor(tokens)
+
+    def _token(self, handle: RequestHandle, t: int) -> int:
+        while len(handle.token_ids) <= t:
+            if handle.output is not None:
+                raise RuntimeError(f"decoding ended early: {handle.output.error or handle.output.finish_reason}")
+            self._decoder.step()
+        return handle.token_ids[t]
+
+
+class _ForRow:
+    """Shows the batch's processors one row as plain decoding would: behind its padding, on the inputs' device.
+
+    Args:
+        input_ids: ``[B,L]``, padded. row: which of them. length: of its prompt without padding.
+    """
+
+    def __init__(self, processors: Sequence[Any], input_ids: torch.Tensor, row: int, length: int) -> None:
+        self._processors = [_of_row(processor, row) for processor in processors]
+        self._prompt = input_ids[row]
+        self._length = length
+        self._row = row
+        self._rows = len(input_ids)
+
+    def __call__(self, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """history ``[1,length+t]``, scores ``[1,V]`` -> ``[1,V]``."""
+        device = self._prompt.device
+        ids = torch.cat([self._prompt, history[0, self._length :].to(device)])[None]
+        out = scores.to(device)
+        for processor in self._processors:
+            if self._rows == 1 or _is_row_wise(processor):
+                out = processor(ids, out)
+            else:  # it may keep something for each row of the batch, by number
+                repeated = processor(ids.repeat(self._rows, 1), out.repeat(self._rows, 1))
+                out = repeated[self._row : self._row + 1]
+        return out.to(scores.device)
+
+
+def _of_row(processor: Any, row: int) -> Any:
+    """A processor that knows the batch's rows by number, for one row."""
+    if type(processor) is PrefixConstrainedLogitsProcessor:
+        allowed, prompt = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
+    if type(processor) is RepetitionPenaltyLogitsProcessor:
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(ignored, torch.Tensor):
+            return RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
+    return processor
+
+
+def _is_row_wise(processor: Any) -> bool:
+    """Whether a processor treats a row alone as it does within a batch."""
+    return type(processor).__module__ == logits_process.__name__ and not isinstance(processor, _KNOW_ALL_ROWS)
+
+
+def _sampling(logits_processor: Sequence[Any], do_sample: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Split what changes the scores into processors and the decoder's own sampling parameters."""
+    for processor in logits_processor:
+        if type(processor) in _STATEFUL:
+            raise ValueError(f"{_STATEFUL[type(processor)]} cannot be honoured: its processor keeps state")
+    rest = list(logits_processor)
+    if rest and type(rest[-1]) is LogitNormalization:  # changes no distribution
+        rest.pop()
+    if not do_sample:
+        return rest, {"temperature": 0.0}
+    sampling: dict[str, Any] = {}
+    allowed = list(_WARPERS)
+    while rest and type(rest[-1]) in allowed and _is_default(rest[-1]):
+        warper = rest.pop()
+        name = _WARPERS[type(warper)]
+        sampling[name] = getattr(warper, name)
+        allowed = allowed[: allowed.index(type(warper))]
+    return rest, sampling
+
+
+def _is_default(warper: Any) -> bool:
+    return getattr(warper, "filter_value", -torch.inf) == -torch.inf and getattr(warper, "min_tokens_to_keep", 1) == 1
+
+
+def _check_config(model: Any, config: GenerationConfig) -> None:
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder; speculative() needs a decoder-only model")
+    for name, neutral in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value is not None and value is not False and value not in neutral:
+            raise ValueError(f"{name}={value!r} cannot be honoured by speculative()")
+    if config.cache_implementation == "quantized":
+        raise ValueError("cache_implementation='quantized' cannot be honoured: the decoder has its own cache")
+
+
+def _check_kwargs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
+    """Which tokens are no padding, bool ``[B,L]``."""
+    for name, value in model_kwargs.items():
+        if name in _CACHES and value is not None and int(value.get_seq_length()) > 0:
+            raise ValueError(f"{name} (past_key_values) already holds tokens, which speculative() cannot continue from")
+        known = name in _HARMLESS or name in _CACHES or name in ("attention_mask", "position_ids")
+        if not known and value is not None and not (isinstance(value, dict) and not value):
+            raise ValueError(f"{name} cannot be honoured by speculative()")
+    real = torch.ones_like(input_ids, dtype=torch.bool)
+    if (mask := model_kwargs.get("attention_mask")) is not None:
+        if mask.shape != input_ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(f"attention_mask must hold 0 and 1, like input_ids {list(input_ids.shape)}")
+        real = mask.bool().to(input_ids.device)
+        if not bool(real.any(1).all()):
+            raise ValueError("attention_mask hides every token of a row")
+    if (position_ids := model_kwargs.get("position_ids")) is not None:
+        given, counted = position_ids.to(input_ids.device), real.long().cumsum(1) - 1
+        if given.dim() != 2 or given.shape[1] != input_ids.shape[1] or bool(((given != counted) & real).any()):
+            raise ValueError("position_ids cannot be honoured unless they count each row's tokens from 0")
+    return real
+
+
+def _strings(strings: str | Sequence[str]) -> list[str]:
+    return [strings] if isinstance(strings, str) else list(strings)

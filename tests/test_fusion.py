@@ -1,0 +1,219 @@
+"""``optimize``: what it rewrites, and that the untouched module is its oracle."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from specdec_triton import NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, optimize
+from specdec_triton.adapter import ModelAdapter
+from specdec_triton.fusion import rewrite
+from specdec_triton.fusion.decoder_layer import FusedDecoderLayer
+from specdec_triton.fusion.norms import FusedRMSNorm, fused_norm
+from specdec_triton.fusion.packed_linear import PackedLinear, can_pack
+from specdec_triton.fusion.siblings import FusedPart
+
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+# name, options, whether its decoder layer has the usual structure
+MODELS = [
+    ("Llama", {}, True),
+    ("Mistral", {"sliding_window": 4}, True),
+    ("Qwen2", {}, True),
+    ("Qwen3", {"head_dim": 16}, True),
+    ("Granite", {"residual_multiplier": 0.5}, False),
+    ("Gemma", {"head_dim": 16}, True),
+    ("Phi3", {}, False),
+    ("Olmo2", {}, False),
+    ("Starcoder2", {}, False),
+    ("GPTNeoX", {}, False),
+]
+TOKENS = torch.tensor([[3, 14, 15, 92, 65, 35, 8, 9, 79, 32]])
+
+
+def toy(name: str, options: dict[str, object], dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SHAPE, **options)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if "norm" in parameter_name:  # weights of one hide a norm that is applied twice or never
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model.to(dtype)
+
+
+def logits(model: transformers.PreTrainedModel) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=TOKENS, use_cache=False).logits[0].double()
+
+
+def paged_logits(model: transformers.PreTrainedModel) -> torch.Tensor:
+    adapter = ModelAdapter(model)
+    cache = adapter.new_cache(slots=1, page_size=3, num_pages=4)
+    cache.reserve(0, TOKENS.shape[1])
+    parts = []
+    for start, stop in ((0, 6), (6, 7), (7, 10)):
+        context = torch.tensor([start], dtype=torch.int32)
+        parts.append(adapter.forward(TOKENS[:, start:stop], cache, cache.block_table, context)[0])
+    return torch.cat(parts).double()
+
+
+@pytest.mark.parametrize(("name", "options", "usual"), MODELS, ids=[m[0] for m in MODELS])
+def test_logits_and_text_in_fp32(name: str, options: dict[str, object], usual: bool) -> None:
+    model = toy(name, options)
+    oracle = copy.deepcopy(model)
+    assert optimize(model) is model
+    want = logits(oracle)
+    for got in (logits(model), paged_logits(model)):
+        assert float((got - want).abs().max() / want.abs().max()) < 1e-5
+    fused = [m for m in model.modules() if isinstance(m, FusedDecoderLayer)]
+    assert len(fused) == (SHAPE["num_hidden_layers"] if usual else 0)
+
+    plain = oracle.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), do_sample=False, max_new_tokens=24)
+    params = SamplingParams(temperature=0, max_new_tokens=24)
+    for drafter in (NoDraft(), PromptLookup()):
+        out = SpeculativeDecoder(model, drafter).generate(TOKENS.tolist(), params)[0]
+        assert out.token_ids == plain[0, TOKENS.shape[1] :].tolist()
+    again = model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), do_sample=False, max_new_tokens=24)
+    assert torch.equal(again, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "native"])
+@pytest.mark.parametrize(("name", "options", "usual"), MODELS[:5], ids=[m[0] for m in MODELS[:5]])
+def test_error_in_half_precision(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    options: dict[str, object],
+    usual: bool,
+    packs: bool,
+    dtype: torch.dtype,
+) -> None:
+    """At most twice the untouched module's own error (root mean square), against fp64 with the same weights."""
+    monkeypatch.setattr(rewrite, "_packing_pays", lambda model: packs)
+    model = toy(name, options, dtype)
+    exact = logits(copy.deepcopy(model).double())
+    own = float((logits(model) - exact).square().mean().sqrt())
+    optimize(model)
+    assert any(isinstance(m, PackedLinear) for m in model.modules()) is packs
+    for got in (logits(model), paged_logits(model)):
+        assert float((got - exact).square().mean().sqrt()) <= 2 * own
+
+
+def test_twice_is_once() -> None:
+    model = optimize(toy("Llama", {}))
+    modules = [id(m) for m in model.modules()]
+    assert [id(m) for m in optimize(model).modules()] == modules
+
+
+def test_fused_parts_share_one_product_and_keep_no_input() -> None:
+    model = optimize(toy("Qwen2", {}))
+    attention = model.model.layers[0].self_attn
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert all(isinstance(part, FusedPart) and part.shared is parts[0].shared for part in parts)
+    x, y = torch.randn(2, 64), torch.randn(2, 64)
+    want = parts[0].shared.product(x).split(parts[0].shared.sizes, -1)
+    for part, expected in zip(parts, want, strict=True):
+        assert torch.equal(part(x), expected)
+    assert parts[0].shared._input is None
+    # Another order, an abandoned input, and the same part twice are all right too.
+    parts[1](y)
+    assert torch.equal(parts[2](x), want[2])
+    assert torch.equal(parts[2](x), want[2])
+
+
+def test_hooked_layers_stay() -> None:
+    model = toy("Llama", {})
+    seen = []
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    layer = model.model.layers[1].mlp.up_proj
+    optimize(model)
+    assert model.model.layers[1].mlp.up_proj is layer
+    logits(model)
+    assert seen
+
+
+def test_a_changed_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoiled(module: nn.Module) -> FusedRMSNorm | None:
+        norm = fused_norm(module)
+        if norm is not None:
+            norm._wide_scale.mul_(1.5)
+        return norm
+
+    monkeypatch.setattr(rewrite, "fused_norm", spoiled)
+    with pytest.raises(ValueError, match="changed the logits of LlamaForCausalLM"):
+        optimize(toy("Llama", {}))
+
+
+@pytest.mark.parametrize("width", [1, 5, 64])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm_is_recognised_by_what_it_computes(width: int, offset: float) -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(width) + 0.5)
+            self.eps = 1e-4
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (self.weight + offset)
+
+    module = Norm()
+    norm = fused_norm(module)
+    assert norm is not None
+    x = torch.randn(7, width) * 10
+    want = module.double()(x.double()).detach()
+    assert float((norm(x).double() - want).abs().max()) < 1e-5 * float(want.abs().max())
+
+
+def test_other_norms_are_left_alone() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+            self.eps = 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.layer_norm(x, (8,), self.weight, None, self.eps)
+
+    assert fused_norm(Centred()) is None
+    assert fused_norm(nn.LayerNorm(8)) is None
+    assert fused_norm(nn.Linear(8, 8)) is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_linear_is_exact_in_its_weights(bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(70, 33, bias=bias).to(torch.bfloat16)
+    assert can_pack(layer.weight)
+    packed = PackedLinear(layer.weight, layer.bias)
+    assert torch.equal(packed.weight, layer.weight)
+    x = torch.randn(2, 3, 70)
+    want = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+    assert float((packed(x).double() - want).detach().abs().max()) < 1e-5
+
+
+def test_weights_that_fp16_cannot_hold_are_not_packed() -> None:
+    weight = torch.randn(4, 8).to(torch.bfloat16)
+    assert can_pack(weight)
+    large = weight.clone()
+    large[1, 2] = 1e5
+    assert not can_pack(large)
+    small = weight * 2.0**-20  # subnormal in fp16: bits would be lost
+    assert not can_pack(small)
+    assert not can_pack(weight.float())
+    assert not can_pack(torch.zeros(4, 8, dtype=torch.bfloat16))
