@@ -1,12 +1,14 @@
 """Packaging. The kernels live at the top level and are imported as ``specdec_triton.kernels`` through a symlink."""
 
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
 
 setup(
     name="specdec_triton",
     version="0.1.0",
     description="Speculative decoding for Hugging Face models: the same text, faster",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],

@@ -16,7 +16,9 @@ def require(holds: bool, name: str, allowed: str, given: object) -> None:
 def check_tensor(name: str, x: Any, shape: tuple[int | None, ...], like: torch.Tensor | None = None) -> None:
     """A tensor of the given shape (None: any size) on ``like``'s device."""
     require(isinstance(x, torch.Tensor), name, "a tensor", type(x).__name__)
-    fits = x.dim() == len(shape) and all(want is None or have == want for have, want in zip(x.shape, shape))
+    fits = x.dim() == len(shape) and all(
+        want is None or have == want for have, want in zip(x.shape, shape, strict=True)
+    )
     require(fits, name, "of shape " + str([("any" if s is None else s) for s in shape]), list(x.shape))
     if like is not None:
         require(x.device == like.device, name, f"on {like.device} like the other tensors", x.device)

@@ -55,8 +55,7 @@ class KVCache:
         self.page_size = page_size
         self.growable = growable
         self._layers = tuple(layers)
-        self._options = {"dtype": dtype, "device": device}
-        self._keys = [torch.zeros(num_pages, page_size, *shape, **self._options) for shape in self._layers]
+        self._keys = [torch.zeros((num_pages, page_size, *shape), dtype=dtype, device=device) for shape in self._layers]
         self._values = [torch.zeros_like(keys) for keys in self._keys]
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: low pages first, so that requests lie contiguously

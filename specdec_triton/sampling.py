@@ -60,7 +60,12 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
-        _require(_real(self.temperature) and 0 <= self.temperature < math.inf, self, "temperature", "a number >= 0")
+        _require(
+            _real(self.temperature) and 0 <= float(self.temperature or 0) < math.inf,
+            self,
+            "temperature",
+            "a number >= 0",
+        )
         _require(_integer(self.top_k) and self.top_k >= 0, self, "top_k", "an integer >= 0 (0 or -1: off)")
         _require(_real(self.top_p) and 0 <= self.top_p <= 1, self, "top_p", "from 0 to 1 (1: off)")
         _require(_real(self.min_p) and 0 <= self.min_p <= 1, self, "min_p", "from 0 to 1 (0: off)")

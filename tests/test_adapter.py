@@ -151,8 +151,8 @@ def test_logits_equal_the_modules_own(name):
 
 
 def test_windows_and_softcaps_matter():
-    """Otherwise the cases above would prove nothing about them (transformers 5.17 drops the softcap in its sdpa, and so do
-    we there: the text is what the module itself writes)."""
+    """Otherwise the cases above would prove nothing. transformers 5.17 drops the softcap in its sdpa, and so do we:
+    the text is what the module itself writes."""
     text = PROMPTS[0]
     cases = [("mistral", {"sliding_window": None})]
     if model_of("gemma2").config._attn_implementation != "sdpa":

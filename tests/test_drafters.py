@@ -192,7 +192,7 @@ def test_draft_logits_that_are_not_finite():
 
 
 def test_draft_model_that_is_broken_from_the_start():
-    """faults.md I16, L5: refused when bound, not a drafter that is never right."""
+    """faults.md I16: refused when bound, not a drafter that is never right."""
     draft = toy_model(seed=1)
     with torch.no_grad():
         draft.model.norm.weight[3] = NAN

@@ -290,7 +290,7 @@ def test_requests_wait_for_a_place(max_batch_size):
 
 
 def test_requests_wait_for_pages():
-    """faults.md E9, E10: a pool that holds the largest request alone; all get through, in order, with the same text."""
+    """faults.md E9: a pool that holds the largest request alone; all get through, in order, with the same text."""
     longest = -(-(30 + NEW) // 5)
     engine = decoder(random_drafts(whole()), 4, num_pages=longest)
     handles = [engine.submit(prompt, greedy()) for prompt in [PROMPTS[3], *PROMPTS]]

@@ -184,7 +184,8 @@ class _Session(DraftSession):
 
 def _take(params: ops.SamplingBatch, rows: torch.Tensor) -> ops.SamplingBatch:
     fields = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position)
-    return ops.SamplingBatch(*(x[rows] for x in fields), has_filters=params.has_filters)
+    temperature, top_k, top_p, min_p, seed, position = (x[rows] for x in fields)
+    return ops.SamplingBatch(temperature, top_k, top_p, min_p, seed, position, params.has_filters)
 
 
 def _at(params: ops.SamplingBatch, position: torch.Tensor) -> ops.SamplingBatch:

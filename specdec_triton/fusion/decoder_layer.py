@@ -59,7 +59,8 @@ class FusedDecoderLayer(nn.Module):
         self._options = (attention.scaling, sliding_window)
         self._rope = rope
         # Bound once: looking modules up by name costs as much as a small operation.
-        self._norm1, self._norm2 = _call(inner.input_layernorm), _call(inner.post_attention_layernorm)
+        norms: Any = (inner.input_layernorm, inner.post_attention_layernorm)
+        self._norm1, self._norm2 = map(_call, norms)
         self._qkv, self._out = _call(attention.q_proj.shared.product), _call(attention.o_proj)
         self._gate_up, self._down = _call(mlp.gate_proj.shared.product), _call(mlp.down_proj)
         self._activation = _call(mlp.act_fn)

@@ -55,9 +55,9 @@ def accept_reject(
     if method == "greedy" or (device.type == "cpu" and bool(greedy.all())):
         return _emit(drafts, best, accepted, status)
 
-    log_p = log_probs(target_logits.flatten(0, 1), *map(per_position, (temperature, top_k, top_p, min_p)), has_filters)[
-        0
-    ].view(batch, k + 1, vocab)
+    t_rows, k_rows, p_rows, m_rows = map(per_position, (temperature, top_k, top_p, min_p))
+    log_p, _ = log_probs(target_logits.flatten(0, 1), t_rows, k_rows, p_rows, m_rows, has_filters)
+    log_p = log_p.view(batch, k + 1, vocab)
 
     if method == "coupled":
         # One row at a time: the noise for all rows at once would be a [B,K+1,V] tensor.
@@ -113,8 +113,8 @@ def _draft_log_probs(
     if draft_logits is None or draft_logits.shape[1] == 0:
         return None
     batch, k, vocab = draft_logits.shape
-    params = (x.repeat_interleave(k) for x in (temperature, top_k, top_p, min_p))
-    log_q, lse = log_probs(draft_logits.flatten(0, 1), *params, has_filters)
+    t_rows, k_rows, p_rows, m_rows = (x.repeat_interleave(k) for x in (temperature, top_k, top_p, min_p))
+    log_q, lse = log_probs(draft_logits.flatten(0, 1), t_rows, k_rows, p_rows, m_rows, has_filters)
     if draft_lse is not None:
         log_q = log_q + (lse - draft_lse.flatten())[:, None]
     return log_q.view(batch, k, vocab)

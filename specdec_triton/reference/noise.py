@@ -24,7 +24,9 @@ class Stream(IntEnum):
     BONUS = 4
 
 
-def philox(seed: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor):
+def philox(
+    seed: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Philox-4x32-10 on int64 tensors that hold 32-bit words (seed: all 64 bits). Returns four such tensors."""
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
