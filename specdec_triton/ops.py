@@ -172,7 +172,7 @@ def verify_attention(
         ``[B,T,Hq,D]`` in q's dtype; 0 where t >= query_lens.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options that do not fit; on the CPU also lengths and page ids out of range.
+        ValueError: shapes, dtypes, devices or options that do not fit; on the CPU also lengths or page ids out of range.
 
     Source: Kwon et al. 2023 (paged KV cache), Dao 2022 (online softmax), Miao et al. 2023 (tree mask).
     """
@@ -227,8 +227,9 @@ def accept_reject(
         draft_lse: float32 ``[B,K]``, what ``sample(..., return_lse=True)`` gave for those rows.
         draft_lens: int32 ``[B]``, drafts of each row (None: K).
         params: the requests' parameters; ``params.position`` is that of the first drafted token.
-        method: ``greedy``: accept while the draft is the argmax (ties: the lowest id). ``rejection``: the output follows
-            the target's distribution exactly. ``coupled``: position i's token is a pure function of (seed, i, logits);
+        method: ``greedy``: accept while the draft is the argmax (ties: the lowest id). ``rejection``: the output
+            follows the target's distribution exactly. ``coupled``: position i's token is a pure function of (seed, i,
+            logits);
             a draft is accepted while it is that token. Rows with temperature 0 are greedy whatever the method.
 
     Returns:

@@ -1,8 +1,8 @@
 """Drafts from the text itself: what followed the last occurrence of its tail (``ops.ngram_propose``).
 
 A lookup is all but free, but verifying a wrong draft is not: each extra row makes the pass a few percent longer. So the
-session keeps, per request, an estimate of how likely a draft is accepted, and asks for the K that maximises the expected
-tokens per unit of time,
+session keeps, per request, an estimate of how likely a draft is accepted, and asks for the K that maximises the
+expected tokens per unit of time,
 
     (1 + a + ... + a^K) / (1 + ROW_COST * K).
 
