@@ -131,19 +131,15 @@ def _load_failure(what: str, name: str, error: Exception) -> str:
 
 def _check_finite(model: Any, name: str) -> None:
     """One NaN in a weight makes every logit NaN: say which tensor, at load (faults.md I16)."""
+    import torch
+
     for key, parameter in model.named_parameters():
         if not parameter.is_floating_point() or parameter.device.type == "meta":
             continue
         # The sum of a tensor is NaN or infinite if an element is; one pass, no temporary of the tensor's size.
-        sum_is_finite = bool(parameter.detach().sum(dtype=_torch().float32).isfinite())
+        sum_is_finite = bool(parameter.detach().sum(dtype=torch.float32).isfinite())
         if not sum_is_finite and not bool(parameter.detach().isfinite().all()):
             raise UnsupportedModelError(f"the model {name!r} has a NaN or an infinity in its tensor {key!r}")
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
 
 
 def _smollm2_source() -> Path:

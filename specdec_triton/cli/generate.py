@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specdec_triton.cli.common import PROGRAM, UsageError, integer, note, number, one_line, write
@@ -219,10 +220,7 @@ def compare(
 
     decoders = {"plain": make_decoder(decoder.target, NoDraft(), 0), "speculative": decoder}
     best: dict[str, GenerationOutput] = {}
-    warmup = SamplingParams(
-        **{name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")},
-        max_new_tokens=min(_WARMUP_TOKENS, params.max_new_tokens),
-    )
+    warmup = replace(params, max_new_tokens=min(_WARMUP_TOKENS, params.max_new_tokens))
     if not args.json:
         note(f"comparing: {RUNS} runs each, plain and speculative in turn, after a warm-up")
     with contextlib.redirect_stdout(sys.stderr):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,7 +149,7 @@ class _Session(DraftSession):
         self, logits: torch.Tensor, params: ops.SamplingBatch, j: int, method: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if method == "coupled":  # the noise of the position, which the target will use as well
-            at = _at(params, params.position + j)
+            at = replace(params, position=params.position + j)
             drawn = ops.sample(logits, params=at, return_lse=True, backend=self._backend)
         else:
             drawn = ops.sample(logits, params=params, return_lse=True, node=j, backend=self._backend)
@@ -186,9 +187,3 @@ def _take(params: ops.SamplingBatch, rows: torch.Tensor) -> ops.SamplingBatch:
     fields = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position)
     temperature, top_k, top_p, min_p, seed, position = (x[rows] for x in fields)
     return ops.SamplingBatch(temperature, top_k, top_p, min_p, seed, position, params.has_filters)
-
-
-def _at(params: ops.SamplingBatch, position: torch.Tensor) -> ops.SamplingBatch:
-    return ops.SamplingBatch(
-        params.temperature, params.top_k, params.top_p, params.min_p, params.seed, position, params.has_filters
-    )
