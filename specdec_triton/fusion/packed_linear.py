@@ -1,59 +1,153 @@
-"""Linear layers for CPU decoding: half-precision weights packed once for FBGEMM, activations and products in fp32.
+"""Linear layers for CPU decoding, with weights laid out once for the kernel that reads them.
 
-PyTorch multiplies bf16 natively only on CPUs with AVX-512 BF16 or AMX; elsewhere a pass of K+1 rows costs almost K+1
-times a pass of one row, and speculation cannot pay. FBGEMM's kernels (Khudia et al. 2021) read fp16 weights at
-memory speed for up to a handful of rows on any AVX2 machine. Weights are exact in fp16 or the layer is left alone, and
-activations stay fp32 from layer to layer: the results are more accurate than half-precision arithmetic.
+A pass of K+1 rows should cost what a pass of one row costs: the time to read the weights. PyTorch's own linear layer is far
+from it. It lays the weights out anew in every call, and where the CPU has no bf16 arithmetic (AVX-512 BF16, AMX), K+1 rows
+cost almost K+1 times as much as one. Two libraries inside PyTorch read packed weights at memory speed:
+
+* oneDNN, in the weights' own dtype, for fp32 everywhere and for half precision where the CPU computes in it;
+* FBGEMM (Khudia et al. 2021), fp16 weights and fp32 activations, on any AVX2 machine. It pads the input width to a multiple
+  of 512.
+
+:func:`best_packing` times them on the machine at hand.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 _TOLERANCE = 2.0**-24  # of the largest weight: below the rounding of one fp32 addition
-
-
-def can_pack(weight: torch.Tensor) -> bool:
-    """Whether fp16 holds the weights: every one, up to 2^-24 of the largest."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16) or weight.dim() != 2:
-        return False
-    if not hasattr(torch.ops.quantized, "linear_prepack_fp16"):
-        return False
-    weight = weight.detach()
-    largest = float(weight.abs().max())
-    if not 0 < largest <= torch.finfo(torch.float16).max:
-        return False
-    return all(
-        float((rows.float() - rows.half().float()).abs().max()) <= _TOLERANCE * largest for rows in weight.split(4096)
-    )
+_TIMED_ROWS = 4
+_TIMED_OUTPUTS = 4096  # at most so many outputs of a layer are timed
+_FASTER = 0.9  # a packing must save at least a tenth to be worth giving up the original weights
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` for inference, fp32 in and out; keeps the packed weights alone.
+    """``nn.Linear`` for inference; keeps the packed weights alone.
 
     Args:
-        weight: ``[out,in]`` bf16 or fp16, with ``can_pack(weight)``.
+        weight: ``[out,in]``, with ``can_pack(weight)``.
         bias: ``[out]`` or None.
     """
+
+    widens: bool  # whether inputs and outputs are fp32 whatever the weights' dtype
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(
-            weight.detach().float(), None if bias is None else bias.detach().float()
-        )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)
+    @staticmethod
+    def can_pack(weight: torch.Tensor) -> bool:
+        """Whether this machine can compute with ``weight`` packed, without a loss."""
+        raise NotImplementedError
 
     @property
     def weight(self) -> torch.Tensor:
         """A copy of the weights, for code that inspects a layer's dtype, device or shape."""
-        return torch.ops.quantized.linear_unpack_fp16(self._packed)[0].to(self.dtype)
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}"
+
+
+class OneDNNLinear(PackedLinear):
+    """In and out in the weights' dtype."""
+
+    widens = False
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TIMED_ROWS)
+        self._bias = None if bias is None else bias.detach()
+
+    @staticmethod
+    def can_pack(weight: torch.Tensor) -> bool:
+        if weight.device.type != "cpu" or weight.dim() != 2 or not torch.backends.mkldnn.is_available():
+            return False
+        try:
+            torch.ops.mkldnn._reorder_linear_weight(weight.new_zeros(16, 16), _TIMED_ROWS)
+        except (AttributeError, RuntimeError):
+            return False  # not in this build, or not this dtype on this CPU
+        return True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._packed.to_dense()  # type: ignore[no-any-return]
+
+
+class FbgemmLinear(PackedLinear):
+    """fp32 in and out, so that activations stay fp32 from layer to layer; the weights must be exact in fp16."""
+
+    widens = True
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(
+            weight.detach().float(), None if bias is None else bias.detach().float()
+        )
+
+    @staticmethod
+    def can_pack(weight: torch.Tensor) -> bool:
+        if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16) or weight.dim() != 2:
+            return False
+        if "fbgemm" not in torch.backends.quantized.supported_engines:
+            return False
+        weight = weight.detach()
+        largest = float(weight.abs().max())
+        if not 0 < largest <= torch.finfo(torch.float16).max:
+            return False
+        return all(
+            float((rows.float() - rows.half().float()).abs().max()) <= _TOLERANCE * largest
+            for rows in weight.split(4096)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)  # type: ignore[no-any-return]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return torch.ops.quantized.linear_unpack_fp16(self._packed)[0].to(self.dtype)  # type: ignore[no-any-return]
+
+
+def best_packing(layers: Iterable[nn.Linear]) -> type[PackedLinear] | None:
+    """The packing that runs ``layers`` fastest at a verify pass's few rows; None if none saves a tenth.
+
+    One layer of each shape is timed, or a part of it, and counts as often as the shape occurs.
+    """
+    shapes: dict[tuple[torch.dtype, torch.Size], list[nn.Linear]] = {}
+    for layer in layers:
+        shapes.setdefault((layer.weight.dtype, layer.weight.shape), []).append(layer)
+    best, packing = _FASTER * sum(_seconds(same[0], nn.Linear) * len(same) for same in shapes.values()), None
+    for candidate in (OneDNNLinear, FbgemmLinear):
+        if not shapes or not all(candidate.can_pack(same[0].weight[:_TIMED_OUTPUTS]) for same in shapes.values()):
+            continue
+        seconds = sum(_seconds(same[0], candidate) * len(same) for same in shapes.values())
+        if seconds < best:
+            best, packing = _FASTER * seconds, candidate  # the later ones change more: fp32 activations, padding
+    return packing
+
+
+def _seconds(layer: nn.Linear, kind: Callable[..., nn.Module]) -> float:
+    """Of one call of the whole layer."""
+    weight = layer.weight.detach()[:_TIMED_OUTPUTS]
+    if kind is nn.Linear:
+        timed: nn.Module = nn.Linear(1, 1, bias=False, device="meta")
+        timed.weight = nn.Parameter(weight, requires_grad=False)
+    else:
+        timed = kind(weight)
+    x = torch.randn(_TIMED_ROWS, weight.shape[1], dtype=weight.dtype)
+    best = float("inf")
+    with torch.inference_mode():
+        for _ in range(5):
+            start = time.perf_counter()
+            timed(x)
+            best = min(best, time.perf_counter() - start)
+    return best * layer.out_features / len(weight)

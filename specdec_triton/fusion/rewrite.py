@@ -2,35 +2,33 @@
 
 Four rewrites, each found by structure and by watching a short pass, never by model name:
 
-* linear layers that are given the same tensor become one product (``siblings.py``);
 * RMS norms take fewer operations (``norms.py``);
-* on the CPU, half-precision weights are packed where that is faster on this machine (``packed_linear.py``), and
-  activations are fp32;
+* linear layers that are given the same tensor become one product (``siblings.py``);
+* on the CPU, weights are packed where that is faster on this machine (``packed_linear.py``);
 * decoder layers of the usual structure take a shorter way in the adapter's passes (``decoder_layer.py``).
 
 What is not recognised stays as it is. The untouched module is the oracle: logits are compared before and after, and each
-decoder layer's output in fp32.
+decoder layer's output in fp32. The work goes layer by layer, so that no more than one layer is in memory twice.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
 from specdec_triton.errors import UnsupportedModelError
+from specdec_triton.fusion.checkpoint_pages import CheckpointPages
 from specdec_triton.fusion.decoder_layer import RopeTables, fused_decoder_layer, layer_agrees
 from specdec_triton.fusion.norms import FusedRMSNorm, fused_norm
-from specdec_triton.fusion.packed_linear import PackedLinear, can_pack
-from specdec_triton.fusion.siblings import fuse_siblings
-from specdec_triton.observe import observe
+from specdec_triton.fusion.packed_linear import PackedLinear, best_packing
+from specdec_triton.fusion.siblings import FusedPart, fuse_siblings
+from specdec_triton.observe import Observation, observe
 
 _PROBE_TOKENS = 5
-_TIMING_ROWS = 4
-_FASTER = 0.9  # packing must save at least a tenth to be worth giving up the original weights
 
 
 def optimize(model: Any) -> Any:
@@ -52,37 +50,73 @@ def optimize(model: Any) -> Any:
         return model
     vocab_size = model.config.get_text_config().vocab_size
     tokens = (torch.arange(1, _PROBE_TOKENS + 1, device=model.device)[None] * 7919) % vocab_size
-    before, siblings = _watch(model, tokens)
+    try:
+        observation: Observation | None = observe(model)
+    except UnsupportedModelError:
+        observation = None  # no adapter will run it: the decoder layers stay
+    short_pass = _watch(model, tokens)
     for parent, name, module in _children(model):
         if not _has_hooks(module) and (norm := fused_norm(module)) is not None:
             setattr(parent, name, norm)
-    packs = _packing_pays(model)
-    for parent, names in siblings:
-        fuse_siblings(parent, names, packs)
-    if packs:
-        _pack_rest(model)
+    packing = best_packing(module for _, _, module in _children(model) if _is_plain_linear(module))
+    pages, rope = CheckpointPages(model), RopeTables()
+    for parent, name, module in _children(model):
+        layer = getattr(getattr(module, "self_attn", None), "layer_idx", None)
+        if observation is None or layer is None or module not in short_pass.arguments or _has_hooks(module):
+            continue
+        _fuse_siblings(module, short_pass.siblings, pages)
+        window = next((call.sliding_window for call in observation.calls if call.layer == layer), None)
+        usual = fused_decoder_layer(module, window, rope) is not None and layer_agrees(
+            module, window, *short_pass.arguments[module], observation.layers
+        )
+        _pack(module, packing, pages)
+        if usual:
+            setattr(parent, name, fused_decoder_layer(module, window, rope))
+    _fuse_siblings(model, short_pass.siblings, pages)
+    _pack(model, packing, pages)
+    if packing is not None and packing.widens:
         _widen(model)
     with torch.inference_mode():
         after = model(input_ids=tokens, use_cache=False).logits
+    before = short_pass.logits
     distance = float((after - before).float().abs().max() / before.float().abs().max())
     if not distance < (1e-4 if before.dtype == torch.float32 else 0.1):
         raise UnsupportedModelError(
             f"optimize() changed the logits of {type(model).__name__} by {distance:.2g} of their size; use it unoptimized"
         )
-    _fuse_layers(model, tokens)
     model._specdec_optimized = True
     return model
 
 
-def _watch(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, list[tuple[nn.Module, list[str]]]]:
-    """Logits of a short pass, and the sibling linear layers that were given the very same tensor in it."""
-    inputs: dict[nn.Module, list[torch.Tensor]] = {}
+@dataclass
+class _ShortPass:
+    """What a short pass of the untouched model showed.
 
-    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+    Attributes:
+        siblings: parent and names of linear layers that were given the very same tensor.
+        arguments: hidden states and keyword arguments of the modules that hold a ``self_attn``.
+    """
+
+    logits: torch.Tensor
+    siblings: list[tuple[nn.Module, list[str]]]
+    arguments: dict[nn.Module, tuple[torch.Tensor, dict[str, Any]]]
+
+
+def _watch(model: Any, tokens: torch.Tensor) -> _ShortPass:
+    inputs: dict[nn.Module, list[torch.Tensor]] = {}
+    arguments: dict[nn.Module, tuple[torch.Tensor, dict[str, Any]]] = {}
+
+    def note_input(module: nn.Module, args: tuple[Any, ...]) -> None:
         inputs.setdefault(module, []).append(args[0])
 
-    linears = [module for module in model.modules() if type(module) is nn.Linear and not _has_hooks(module)]
-    hooks = [module.register_forward_pre_hook(note) for module in linears]
+    def note_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if args:
+            arguments[module] = (args[0], kwargs)
+
+    linears = [module for module in model.modules() if _is_plain_linear(module)]
+    layers = [module for module in model.modules() if hasattr(module, "self_attn") and not _has_hooks(module)]
+    hooks = [module.register_forward_pre_hook(note_input) for module in linears]
+    hooks += [module.register_forward_pre_hook(note_arguments, with_kwargs=True) for module in layers]
     try:
         with torch.inference_mode():
             logits = model(input_ids=tokens, use_cache=False).logits
@@ -96,35 +130,34 @@ def _watch(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, list[tuple[n
             if len(inputs.get(child, ())) == 1:
                 groups.setdefault(id(inputs[child][0]), []).append(name)
         siblings += [(parent, names) for names in groups.values() if len(names) > 1]
-    return logits, siblings
+    return _ShortPass(logits, siblings, arguments)
 
 
-def _packing_pays(model: nn.Module) -> bool:
-    """Time both ways on the model's own layers, one of each shape."""
-    layers = {tuple(layer.weight.shape): layer for _, _, layer in _children(model) if type(layer) is nn.Linear}
-    layers = {shape: layer for shape, layer in layers.items() if can_pack(layer.weight)}
-    native = packed = 0.0
-    for (_, width), layer in layers.items():
-        x = torch.randn(_TIMING_ROWS, width, dtype=layer.weight.dtype)
-        native += _seconds(layer, x)
-        packed += _seconds(PackedLinear(layer.weight, layer.bias), x)
-    return bool(layers) and packed < _FASTER * native
+def _fuse_siblings(root: nn.Module, siblings: list[tuple[nn.Module, list[str]]], pages: CheckpointPages) -> None:
+    """Fuse the siblings inside ``root`` that are still apart."""
+    inside = set(root.modules())
+    for parent, names in siblings:
+        if parent not in inside or isinstance(getattr(parent, names[0]), FusedPart):
+            continue
+        weights = [getattr(parent, name).weight for name in names]
+        fuse_siblings(parent, names)
+        if isinstance(getattr(parent, names[0]), FusedPart):
+            for weight in weights:
+                pages.release(weight)
 
 
-def _seconds(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
-    best = float("inf")
-    with torch.inference_mode():
-        for _ in range(5):
-            start = time.perf_counter()
-            layer(x)
-            best = min(best, time.perf_counter() - start)
-    return best
+def _pack(root: nn.Module, packing: type[PackedLinear] | None, pages: CheckpointPages) -> None:
+    """Pack the linear layers inside ``root`` that the packing can hold."""
+    if packing is None:
+        return
+    for parent, name, module in _children(root):
+        if _is_plain_linear(module) and packing.can_pack(module.weight):
+            setattr(parent, name, packing(module.weight, module.bias))
+            pages.release(module.weight)
 
 
-def _pack_rest(model: nn.Module) -> None:
-    for parent, name, module in _children(model):
-        if type(module) is nn.Linear and not _has_hooks(module) and can_pack(module.weight):
-            setattr(parent, name, PackedLinear(module.weight, module.bias))
+def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and not _has_hooks(module)
 
 
 class WideEmbedding(nn.Module):
@@ -148,38 +181,6 @@ def _widen(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, (FusedRMSNorm, nn.LayerNorm)):
             module.float()
-
-
-def _fuse_layers(model: Any, tokens: torch.Tensor) -> None:
-    """Shorten the decoder layers that compute what the usual structure suggests."""
-    try:
-        observation = observe(model)
-    except UnsupportedModelError:
-        return  # no adapter will run it
-    windows = {call.layer: call.sliding_window for call in observation.calls}
-    rope = RopeTables()
-    candidates = {}
-    for parent, name, module in _children(model):
-        layer = getattr(getattr(module, "self_attn", None), "layer_idx", None)
-        if layer in windows and not _has_hooks(module) and fused_decoder_layer(module, windows[layer], rope):
-            candidates[module] = (parent, name, windows[layer])
-    if not candidates:
-        return
-    inputs: dict[nn.Module, tuple[torch.Tensor, dict[str, Any]]] = {}
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs[module] = (args[0], kwargs)
-
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in candidates]
-    try:
-        with torch.inference_mode():
-            model(input_ids=tokens, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for module, (parent, name, window) in candidates.items():
-        if module in inputs and layer_agrees(module, window, *inputs[module], observation.layers):
-            setattr(parent, name, fused_decoder_layer(module, window, rope))
 
 
 def _has_hooks(module: nn.Module) -> bool:

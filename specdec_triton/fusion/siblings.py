@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from specdec_triton.fusion.packed_linear import PackedLinear, can_pack
 
-
-class SharedProduct:
+class SharedProduct(nn.Module):
     """The product of sibling layers: computed when the first is called, handed out part by part."""
 
     def __init__(self, product: nn.Module, sizes: list[int]) -> None:
+        super().__init__()
         self.product = product
         self.sizes = sizes
         self._input: torch.Tensor | None = None
@@ -29,36 +28,29 @@ class SharedProduct:
 
 
 class FusedPart(nn.Module):
-    """One of several sibling linear layers whose product is computed together."""
+    """One of several sibling linear layers whose product is computed together; all of them hold the shared module."""
 
     def __init__(self, shared: SharedProduct, index: int) -> None:
         super().__init__()
         self.shared = shared
         self.index = index
         self.out_features = shared.sizes[index]
-        if index == 0:  # the first part owns the product, so that it is one of the model's modules
-            self.product = shared.product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.shared.part(self.index, x)
 
 
-def fuse_siblings(parent: nn.Module, names: list[str], packs: bool) -> None:
-    """Replace the named children of ``parent``, given the same tensor, by parts of one product (packed if ``packs``)."""
+def fuse_siblings(parent: nn.Module, names: list[str]) -> None:
+    """Replace the named children of ``parent``, given the same tensor, by parts of one product."""
     layers: list[nn.Linear] = [getattr(parent, name) for name in names]
     first = layers[0]
     if any((x.bias is None) != (first.bias is None) or x.weight.dtype != first.weight.dtype for x in layers):
         return
     weight = torch.cat([layer.weight.detach() for layer in layers])
-    bias = None if first.bias is None else torch.cat([layer.bias.detach() for layer in layers])
-    product: nn.Module
-    if packs and can_pack(weight):
-        product = PackedLinear(weight, bias)
-    else:
-        product = nn.Linear(first.in_features, len(weight), bias is not None, device="meta")
-        product.weight = nn.Parameter(weight, requires_grad=False)
-        if bias is not None:
-            product.bias = nn.Parameter(bias, requires_grad=False)
+    product = nn.Linear(first.in_features, len(weight), first.bias is not None, device="meta")
+    product.weight = nn.Parameter(weight, requires_grad=False)
+    if first.bias is not None:
+        product.bias = nn.Parameter(torch.cat([layer.bias.detach() for layer in layers]), requires_grad=False)
     shared = SharedProduct(product, [layer.out_features for layer in layers])
     for index, name in enumerate(names):
         setattr(parent, name, FusedPart(shared, index))
