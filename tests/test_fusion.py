@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from torch import nn
 from specdec_triton import NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, optimize
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.fusion import rewrite
+from specdec_triton.fusion.checkpoint_pages import CheckpointPages
 from specdec_triton.fusion.decoder_layer import FusedDecoderLayer
 from specdec_triton.fusion.norms import FusedRMSNorm, fused_norm
-from specdec_triton.fusion.packed_linear import PackedLinear, can_pack
+from specdec_triton.fusion.packed_linear import FbgemmLinear, OneDNNLinear, PackedLinear, best_packing
 from specdec_triton.fusion.siblings import FusedPart
 
 SHAPE = {
@@ -94,23 +97,25 @@ def test_logits_and_text_in_fp32(name: str, options: dict[str, object], usual: b
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("packs", [True, False], ids=["packed", "native"])
+@pytest.mark.parametrize("packing", [None, OneDNNLinear, FbgemmLinear], ids=["native", "onednn", "fbgemm"])
 @pytest.mark.parametrize(("name", "options", "usual"), MODELS[:5], ids=[m[0] for m in MODELS[:5]])
 def test_error_in_half_precision(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     options: dict[str, object],
     usual: bool,
-    packs: bool,
+    packing: type[PackedLinear] | None,
     dtype: torch.dtype,
 ) -> None:
     """At most twice the untouched module's own error (root mean square), against fp64 with the same weights."""
-    monkeypatch.setattr(rewrite, "_packing_pays", lambda model: packs)
+    if packing is not None and not packing.can_pack(torch.ones(8, 8, dtype=dtype)):
+        pytest.skip(f"{packing.__name__} cannot compute in {dtype} on this CPU")
+    monkeypatch.setattr(rewrite, "best_packing", lambda layers: packing)
     model = toy(name, options, dtype)
     exact = logits(copy.deepcopy(model).double())
     own = float((logits(model) - exact).square().mean().sqrt())
     optimize(model)
-    assert any(isinstance(m, PackedLinear) for m in model.modules()) is packs
+    assert {type(m) for m in model.modules() if isinstance(m, PackedLinear)} == ({packing} if packing else set())
     for got in (logits(model), paged_logits(model)):
         assert float((got - exact).square().mean().sqrt()) <= 2 * own
 
@@ -196,24 +201,78 @@ def test_other_norms_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_linear_is_exact_in_its_weights(bias: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("packing", [OneDNNLinear, FbgemmLinear])
+def test_packed_linear(packing: type[PackedLinear], dtype: torch.dtype, bias: bool) -> None:
     torch.manual_seed(0)
-    layer = nn.Linear(70, 33, bias=bias).to(torch.bfloat16)
-    assert can_pack(layer.weight)
-    packed = PackedLinear(layer.weight, layer.bias)
+    layer = nn.Linear(70, 33, bias=bias).to(dtype)
+    if not packing.can_pack(layer.weight):
+        assert dtype != torch.float32 or packing is FbgemmLinear
+        pytest.skip(f"{packing.__name__} cannot compute in {dtype} on this CPU")
+    packed = packing(layer.weight, layer.bias)
     assert torch.equal(packed.weight, layer.weight)
-    x = torch.randn(2, 3, 70)
-    want = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
-    assert float((packed(x).double() - want).detach().abs().max()) < 1e-5
+    assert (packed.in_features, packed.out_features, packed.dtype) == (70, 33, dtype)
+    for shape in ((2, 3, 70), (0, 70), (70,)):
+        x = torch.randn(shape).to(torch.float32 if packing.widens else dtype)
+        want = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+        got = packed(x)
+        assert got.dtype == x.dtype
+        assert got.shape == want.shape
+        error = (got.double() - want).detach().abs()
+        assert bool((error <= 1e-5 + torch.finfo(x.dtype).eps * want.detach().abs()).all())
 
 
-def test_weights_that_fp16_cannot_hold_are_not_packed() -> None:
+def test_weights_that_fp16_cannot_hold_are_not_packed_as_fp16() -> None:
     weight = torch.randn(4, 8).to(torch.bfloat16)
-    assert can_pack(weight)
+    assert FbgemmLinear.can_pack(weight)
     large = weight.clone()
     large[1, 2] = 1e5
-    assert not can_pack(large)
+    assert not FbgemmLinear.can_pack(large)
     small = weight * 2.0**-20  # subnormal in fp16: bits would be lost
-    assert not can_pack(small)
-    assert not can_pack(weight.float())
-    assert not can_pack(torch.zeros(4, 8, dtype=torch.bfloat16))
+    assert not FbgemmLinear.can_pack(small)
+    assert not FbgemmLinear.can_pack(weight.float())
+    assert not FbgemmLinear.can_pack(torch.zeros(4, 8, dtype=torch.bfloat16))
+
+
+def test_packing_is_chosen_among_those_that_hold_the_weights() -> None:
+    assert best_packing([]) is None
+    assert best_packing([nn.Linear(8, 8, device="meta")]) is None
+    unfit = nn.Linear(64, 64, dtype=torch.float64)  # neither library computes in fp64
+    assert best_packing([unfit]) is None
+
+
+def test_a_mapped_checkpoint_is_given_back(tmp_path: Path) -> None:
+    """After packing, the pages of the mapped file are no longer the process's memory; a tied or shared weight's are."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SHAPE | {"intermediate_size": 4096, "tie_word_embeddings": True})
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    if not any(packing.can_pack(model.lm_head.weight) for packing in (OneDNNLinear, FbgemmLinear)):
+        pytest.skip("nothing packs on this machine")
+    want = logits(model)
+    kept = model.model.layers[0].mlp.down_proj.weight.detach()
+    values, embedding = kept.clone(), model.lm_head.weight.detach().clone()
+
+    def resident() -> int:
+        size, inside = 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if "-" in line.split(" ")[0]:
+                inside = line.endswith("model.safetensors")
+            elif inside and line.startswith("Rss:"):
+                size += int(line.split()[1]) * 1024
+        return size
+
+    before = resident() if sys.platform.startswith("linux") else 0
+    pages = CheckpointPages(model)
+    for layer in model.model.layers:
+        for weight in (layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight):
+            pages.release(weight)
+    pages.release(model.model.layers[0].mlp.down_proj.weight)  # kept above
+    pages.release(model.lm_head.weight)  # tied
+    if before:
+        gone = 4 * 4096 * 64 * 2
+        assert before - resident() >= gone - 8 * 4096
+        assert before - resident() <= gone
+    assert torch.equal(kept, values)
+    assert torch.equal(model.lm_head.weight, embedding)
+    assert torch.equal(logits(model), want)  # read again from the file

@@ -110,6 +110,8 @@ class FbgemmLinear(PackedLinear):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 1:
+            return self.forward(x[None])[0]
         return torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)  # type: ignore[no-any-return]
 
     @property
