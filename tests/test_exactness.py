@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
 from specdec_triton.adapter import ModelAdapter
-from specdec_triton.exactness import ExactnessError, InvariantRows
+from specdec_triton.exactness import ExactnessError, InvariantRows, _layer_probes
+from specdec_triton.fusion.packed_linear import FbgemmLinear
 from specdec_triton.testing import always_right, random_drafts, toy_model
 
 PROMPTS = [[3, 5, 7, 3, 5, 7, 3, 5, 7, 11, 3], [2, 9], list(range(20, 50))]
@@ -111,7 +113,7 @@ def test_pad(dtype):
 class FakeAdapter:
     """A machine whose rounding follows a rule: ``error(count, row)`` is added to row ``row`` of a pass of ``count``."""
 
-    device, vocab_size = torch.device("cpu"), 97
+    device, vocab_size, model = torch.device("cpu"), 97, torch.nn.Module()
     observation = SimpleNamespace(mixture=False)
 
     def __init__(self, error):
@@ -145,6 +147,41 @@ def test_canonical_count_is_one_that_agrees_with_itself():
 def test_a_machine_without_invariant_counts_is_refused():
     with pytest.raises(ExactnessError, match="depend on its place"):
         InvariantRows(FakeAdapter(lambda count, row: row * 0.5))
+
+
+class RareFlips(torch.nn.Linear):
+    """A half-precision layer that rounds one output of 4,096 differently when it is given a single row."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        if len(x) == 1 and float(x[0, 0]) < -3:  # 0.13% of random rows
+            out = out.clone()
+            out[0, 0] += 0.5
+        return out
+
+
+def test_rare_differences_are_found():
+    """A whole pass of a few tokens would not show them."""
+    adapter = FakeAdapter(lambda count, row: 0.0)
+    torch.manual_seed(0)
+    adapter.model = RareFlips(16, 16, dtype=torch.bfloat16)
+    rows = InvariantRows(adapter)
+    assert [rows.pad(n) for n in (1, 2, 3)] == [2, 2, 3]
+    adapter.model = torch.nn.Linear(16, 16, dtype=torch.bfloat16)
+    assert [InvariantRows(adapter).pad(n) for n in (2, 3)] == [2, 3]
+
+
+def test_every_kind_of_layer_is_tested_once():
+    """Linear layers, packed ones, transformers' Conv1D, norms; not embeddings, convolutions, containers."""
+    conv1d = transformers.pytorch_utils.Conv1D(12, 8)
+    layers = [torch.nn.Linear(8, 4), torch.nn.Linear(8, 4), torch.nn.Linear(4, 8), FbgemmLinear, conv1d]
+    layers[3] = FbgemmLinear(torch.randn(16, 8).bfloat16())
+    norms = [torch.nn.LayerNorm(8), torch.nn.LayerNorm(8), torch.nn.RMSNorm(4)]
+    others = [torch.nn.Embedding(5, 8), torch.nn.Conv1d(2, 2, 3), torch.nn.SiLU(), torch.nn.Dropout(0.5)]
+    probes = list(_layer_probes(torch.nn.Sequential(*layers, *norms, *others), 8))
+    widths = [(probe._inputs.shape[1], probe._want.shape[1]) for probe in probes]
+    assert widths == [(8, 4), (4, 8), (8, 16), (8, 12), (8, 8), (4, 4)]
+    assert all(probe._want.numel() >= 2**17 for probe in probes)
 
 
 def test_mixtures_are_refused():

@@ -40,6 +40,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
+        self.input_dtype = torch.float32 if self.widens else weight.dtype
 
     @staticmethod
     def can_pack(weight: torch.Tensor) -> bool:
