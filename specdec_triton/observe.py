@@ -94,7 +94,7 @@ class Observation:
 
     Attributes:
         layers: KV shape by layer index. calls: what each layer asked of the attention interface.
-        dtype: of the keys and values.
+        dtype: of the keys and values in the cache: the narrower of the layers' and the parameters'.
         vocab_size: columns of the logits.
         max_len: the longest text that is decoded as the model means it; None: no limit found.
         keeps_logits: the forward pass can skip the head for rows nobody reads (``logits_to_keep``).
@@ -186,7 +186,7 @@ def observe(model: Any) -> Observation:
         layers=tuple(shape for _, shape in shapes),
         calls=tuple(calls),
         device=device,
-        dtype=calls[0].dtype,
+        dtype=min(calls[0].dtype, model.dtype, key=lambda dtype: dtype.itemsize),
         vocab_size=vocab_size,
         max_len=min((n for n in limits if n is not None), default=None),
         keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,

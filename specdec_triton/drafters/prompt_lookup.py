@@ -103,7 +103,10 @@ class _Session(DraftSession):
         tokens, found = ops.ngram_propose(
             round_.texts, lens, k, self._drafter.min_ngram, self._drafter.max_ngram, backend=self._backend
         )
-        lengths = [min(n, want) for n, want in zip(found.tolist(), wanted, strict=True)]
+        # A match that ends n < K tokens before the text's end says that the text repeats itself every n tokens.
+        period = found.clamp(min=1)[:, None]
+        tokens = tokens.gather(1, torch.arange(k, device=tokens.device) % period)
+        lengths = [want if n else 0 for n, want in zip(found.tolist(), wanted, strict=True)]
         return Drafts(tokens[:, : max(lengths)], lengths)
 
     def judge(self, slot: int, drafted: int, accepted: int) -> None:

@@ -1,14 +1,15 @@
-"""Linear layers for CPU decoding, with weights laid out once for the kernel that reads them.
+"""Linear layers for CPU decoding, with weights laid out once for the kernel that reads them; fp32 in and out.
 
 A pass of K+1 rows should cost what a pass of one row costs: the time to read the weights. PyTorch's own linear layer is far
 from it. It lays the weights out anew in every call, and where the CPU has no bf16 arithmetic (AVX-512 BF16, AMX), K+1 rows
 cost almost K+1 times as much as one. Two libraries inside PyTorch read packed weights at memory speed:
 
-* oneDNN, in the weights' own dtype, for fp32 everywhere and for half precision where the CPU computes in it;
-* FBGEMM (Khudia et al. 2021), fp16 weights and fp32 activations, on any AVX2 machine. It pads the input width to a multiple
-  of 512.
+* oneDNN computes in the weights' own dtype: fp32 everywhere, half precision where the CPU has it;
+* FBGEMM (Khudia et al. 2021) takes fp16 weights and fp32 activations on any AVX2 machine, but pads the input width to a
+  multiple of 512.
 
-:func:`best_packing` times them on the machine at hand.
+:func:`best_packing` times them on the machine at hand. Activations are fp32 between the layers whatever the weights are:
+the CPU's small operations (norms, rotary embedding, residuals) are faster in fp32, and rounded less.
 """
 
 from __future__ import annotations
@@ -27,20 +28,19 @@ _FASTER = 0.9  # a packing must save at least a tenth to be worth giving up the 
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` for inference; keeps the packed weights alone.
+    """``nn.Linear`` for inference, fp32 in and out; keeps the packed weights alone.
 
     Args:
         weight: ``[out,in]``, with ``can_pack(weight)``.
         bias: ``[out]`` or None.
     """
 
-    widens: bool  # whether inputs and outputs are fp32 whatever the weights' dtype
+    input_dtype = torch.float32
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self.input_dtype = torch.float32 if self.widens else weight.dtype
 
     @staticmethod
     def can_pack(weight: torch.Tensor) -> bool:
@@ -57,9 +57,7 @@ class PackedLinear(nn.Module):
 
 
 class OneDNNLinear(PackedLinear):
-    """In and out in the weights' dtype."""
-
-    widens = False
+    """Computes in the weights' dtype."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias)
@@ -77,7 +75,8 @@ class OneDNNLinear(PackedLinear):
         return True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
+        x = x.to(self.dtype)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "").float()  # type: ignore[no-any-return]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -85,9 +84,7 @@ class OneDNNLinear(PackedLinear):
 
 
 class FbgemmLinear(PackedLinear):
-    """fp32 in and out, so that activations stay fp32 from layer to layer; the weights must be exact in fp16."""
-
-    widens = True
+    """Computes in fp32; the weights must be exact in fp16."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias)
@@ -134,7 +131,7 @@ def best_packing(layers: Iterable[nn.Linear]) -> type[PackedLinear] | None:
             continue
         seconds = sum(_seconds(same[0], candidate) * len(same) for same in shapes.values())
         if seconds < best:
-            best, packing = _FASTER * seconds, candidate  # the later ones change more: fp32 activations, padding
+            best, packing = _FASTER * seconds, candidate  # the later one may pad
     return packing
 
 

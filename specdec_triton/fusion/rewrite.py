@@ -74,7 +74,7 @@ def optimize(model: Any) -> Any:
             setattr(parent, name, fused_decoder_layer(module, window, rope))
     _fuse_siblings(model, short_pass.siblings, pages)
     _pack(model, packing, pages)
-    if packing is not None and packing.widens:
+    if packing is not None:
         _widen(model)
     with torch.inference_mode():
         after = model(input_ids=tokens, use_cache=False).logits
@@ -161,7 +161,7 @@ def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 class WideEmbedding(nn.Module):
-    """A half-precision embedding whose rows come out in fp32: with packed linear layers all activations are fp32."""
+    """An embedding whose rows come out in fp32: with packed linear layers all activations are fp32."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
