@@ -64,7 +64,8 @@ class Pass:
         """Packed rows ``[N,H,D]`` -> ``[B,T,H,D]``."""
         if self.take is not None:
             return x[self.take]
-        return x[: self.rows].unflatten(0, (self.batch, self.count))
+        x = x if len(x) == self.rows else x[: self.rows]
+        return x.view(self.batch, self.count, *x.shape[1:])
 
 
 def paged_attention(

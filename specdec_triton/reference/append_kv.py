@@ -44,9 +44,11 @@ def append_kv(
 
 def append_planned(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan) -> None:
     """The CPU path: slices, page by page (one or two short copies in a decode pass)."""
+    if k_cache.dtype.itemsize == 1:
+        k, v = _stored(k, k_cache), _stored(v, v_cache)
     for b, tokens, page, slots in plan.writes:
-        k_cache[page, slots] = _stored(k[b, tokens], k_cache)
-        v_cache[page, slots] = _stored(v[b, tokens], v_cache)
+        k_cache[page, slots] = k[b, tokens]
+        v_cache[page, slots] = v[b, tokens]
 
 
 def _stored(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:

@@ -115,17 +115,23 @@ def _plan(
     return Plan(tables, contexts, counts, count, page_size)
 
 
-def load(cache: torch.Tensor, factor: torch.Tensor | None, out: torch.Tensor, reads: list[Read]) -> torch.Tensor:
-    """Copy the requests' keys or values into fp32 ``out [B,Hkv,L,D]``, which holds 0 elsewhere; as ``[B*Hkv,L,D]``.
+def load(cache: torch.Tensor, factor: torch.Tensor | None, out: torch.Tensor, reads: list[Read]) -> None:
+    """Copy the requests' keys or values into fp32 ``out [B,Hkv,L,D]``, which holds 0 elsewhere.
 
     Neither table entries nor slots outside a request's part are used: they may hold anything.
     """
+    page_size = cache.shape[1]
+    flat = cache.flatten(0, 1) if cache.stride(0) == page_size * cache.stride(1) else None  # a view
     for b, (pages, skip, first, end) in enumerate(reads):
-        tokens = cache[pages] if isinstance(pages, slice) else cache.index_select(0, pages)
-        out[b, :, first:end].copy_(tokens.flatten(0, 1)[skip : skip + end - first].transpose(0, 1))
+        count = end - first
+        if flat is not None and isinstance(pages, slice):
+            start = pages.start * page_size + skip
+            tokens = flat[start : start + count]
+        else:
+            tokens = cache[pages].flatten(0, 1)[skip : skip + count]
+        out[b, :, first:end].copy_(tokens.transpose(0, 1))
     if factor is not None:
         out *= factor[:, None, None]
-    return out.flatten(0, 1)
 
 
 def gather(
@@ -136,14 +142,14 @@ def gather(
     end: torch.Tensor,
     length: int,
 ) -> torch.Tensor:
-    """:func:`load` on a device: positions 0 .. length - 1, 0 outside ``start[b] .. end[b] - 1``."""
+    """Keys or values on a device, fp32 ``[B,Hkv,length,D]``; 0 outside ``start[b] .. end[b] - 1``."""
     position = torch.arange(length, device=cache.device)
     valid = (position >= start[:, None]) & (position < end[:, None])
     page, slot = locate(block_table, position.expand(block_table.shape[0], -1), valid, cache.shape[1])
     tile = cache[page, slot].float()  # [B,length,Hkv,D]
     if factor is not None:
         tile = tile * factor[:, None]
-    return tile.masked_fill(~valid[..., None, None], 0).transpose(1, 2).flatten(0, 1)
+    return tile.masked_fill(~valid[..., None, None], 0).transpose(1, 2)
 
 
 def locate(

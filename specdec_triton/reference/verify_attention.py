@@ -54,8 +54,7 @@ def verify_attention(
     keys = gather(k_cache, k_scale, block_table, start, end, length)
     values = gather(v_cache, v_scale, block_table, start, end, length)
     bias, idle = _bias(context, lens, count, q_heads // k_cache.shape[2], 0, length, sliding_window, tree_mask)
-    rows = _row_buffer(q, k_cache.shape[2])
-    return _attend_heads(q, keys, values, bias, idle, scale, softcap, sinks, rows)
+    return _attend_heads(q, _Operands(q, keys, values, bias, idle), scale, softcap, sinks)
 
 
 def attend_planned(
@@ -71,92 +70,102 @@ def attend_planned(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The CPU path for chains: only the tiles that hold a key are touched, and one plan serves all layers of a pass."""
-    group = q.shape[2] // k_cache.shape[2]
     below = None if sliding_window is None else 1 - sliding_window
     begin, length, reads = plan.reads(below, KEY_TILE)
     if length == 0:
         return torch.zeros_like(q)
-    kv_heads, dim = k_cache.shape[2:]
-    bias, idle = plan.keep(
-        ("bias", group, sliding_window),
-        lambda: _bias(
-            torch.tensor(plan.contexts), torch.tensor(plan.counts), plan.count, group, begin, length, sliding_window,
-            None,
-        ),
-    )  # fmt: skip
-    # The buffers serve all layers of the pass, so they stay in the cache; each layer writes the same parts of them.
-    shape = (2, len(plan.contexts), kv_heads, length, dim)
-    k_buffer, v_buffer = plan.keep(("tiles", shape, sliding_window), lambda: torch.zeros(shape))
-    keys, values = load(k_cache, k_scale, k_buffer, reads), load(v_cache, v_scale, v_buffer, reads)
-    rows = plan.keep(("rows", shape, group), lambda: _row_buffer(q, kv_heads))
-    return _attend_heads(q, keys, values, bias, idle, scale, softcap, sinks, rows)
+    q_heads, (kv_heads, dim) = q.shape[2], k_cache.shape[2:]
+
+    def make() -> _Operands:
+        context, lens = torch.tensor(plan.contexts), torch.tensor(plan.counts)
+        bias, idle = _bias(context, lens, plan.count, q_heads // kv_heads, begin, length, sliding_window, None)
+        keys, values = torch.zeros(2, len(plan.contexts), kv_heads, length, dim)
+        return _Operands(q, keys, values, bias, idle)
+
+    # All layers of the pass write the same parts of the operands, so the zeros beside them stay.
+    operands = plan.keep(("operands", q_heads, kv_heads, dim, sliding_window), make)
+    load(k_cache, k_scale, operands.keys, reads)
+    load(v_cache, v_scale, operands.values, reads)
+    return _attend_heads(q, operands, scale, softcap, sinks)
 
 
-def _row_buffer(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Zeros fp32 ``[B,Hkv,R,D]`` for the folded query, R = T * G padded."""
-    batch, count, q_heads, dim = q.shape
-    rows = count * (q_heads // kv_heads)
-    return torch.zeros(batch, kv_heads, -(-rows // ROW_TILE) * ROW_TILE, dim, device=q.device)
+class _Operands:
+    """What the matrix products of a pass read, fp32, and the views of it that they take.
+
+    Args:
+        q: ``[B,T,Hq,D]``, for its shape. keys, values: ``[B,Hkv,L,D]``, L a multiple of KEY_TILE. bias, idle: see :func:`_bias`.
+
+    Attributes:
+        rows: ``[B*Hkv,R,D]``: the G query heads of a KV head and the T positions folded, R = T * G padded with zeros.
+        query: the rows that are not padding, as ``[B,Hkv,T,G,D]``.
+        tiles: keys ``[B*Hkv,D,KEY_TILE]``, values ``[B*Hkv,KEY_TILE,D]`` and bias ``[B*Hkv or 1,R,KEY_TILE]`` of each tile.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        bias: torch.Tensor,
+        idle: torch.Tensor | None,
+    ) -> None:
+        batch, count, q_heads, dim = q.shape
+        kv_heads, length = keys.shape[1:3]
+        self.shape = (batch, count, kv_heads, q_heads // kv_heads, dim)
+        self.keys, self.values, self.idle = keys, values, idle
+        rows = torch.zeros(batch, kv_heads, bias.shape[1], dim, device=q.device)
+        self.rows = rows.flatten(0, 1)
+        self.query = rows[:, :, : count * self.shape[3]].unflatten(2, (count, -1))
+        if batch > 1:
+            bias = bias.repeat_interleave(kv_heads, 0)
+        flat_keys, flat_values = keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)
+        spans = [slice(first, first + KEY_TILE) for first in range(0, length, KEY_TILE)]
+        self.tiles = [(flat_keys[..., span], flat_values[:, span], bias[..., span]) for span in spans]
 
 
 def _attend_heads(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor,
-    idle: torch.Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    buffer: torch.Tensor,
+    q: torch.Tensor, x: _Operands, scale: float | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """Fold the query heads of a KV head into rows, attend, unfold; positions that see nothing give 0."""
-    batch, count, q_heads, dim = q.shape
-    kv_heads, padded = buffer.shape[1:3]
-    group = q_heads // kv_heads
-    rows = count * group
-    # [B,T,Hkv,G,D] -> [B,Hkv,T,G,D] -> [B*Hkv,R,D]
-    grouped = q.unflatten(2, (kv_heads, group)).transpose(1, 2)
-    buffer[:, :, :rows].view(batch, kv_heads, count, group, dim).copy_(grouped)
-    folded = buffer.flatten(0, 1)
+    batch, count, kv_heads, group, dim = x.shape
+    padded, rows = x.rows.shape[1], count * group
+    x.query.copy_(q.view(x.shape).transpose(1, 2))
     sink_rows = None
     if sinks is not None:  # a sink is a key without a value
         sink_rows = sinks.float().view(1, kv_heads, 1, group).expand(batch, kv_heads, count, group)
         sink_rows = torch.nn.functional.pad(sink_rows.flatten(2), (0, padded - rows)).reshape(-1, padded, 1)
     factor = dim**-0.5 if scale is None else scale
-    blocks = []
-    for first in range(0, padded, ROW_BLOCK):
-        r = slice(first, first + ROW_BLOCK)
-        sink = None if sink_rows is None else sink_rows[:, r]
-        blocks.append(_attend(folded[:, r], keys, values, bias[:, r], factor, softcap, sink))
-    out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+    if padded <= ROW_BLOCK:
+        out = _attend(x.rows, x.tiles, factor, softcap, sink_rows)
+    else:
+        blocks = []
+        for first in range(0, padded, ROW_BLOCK):
+            r = slice(first, first + ROW_BLOCK)
+            tiles = [(keys, values, bias[:, r]) for keys, values, bias in x.tiles]
+            sink = None if sink_rows is None else sink_rows[:, r]
+            blocks.append(_attend(x.rows[:, r], tiles, factor, softcap, sink))
+        out = torch.cat(blocks, 1)
     out = out[:, :rows].view(batch, kv_heads, count, group, dim).transpose(1, 2).reshape(q.shape).to(q.dtype)
-    return out if idle is None else out.masked_fill(idle[..., None, None], 0)
+    return out if x.idle is None else out.masked_fill(x.idle[..., None, None], 0)
 
 
 def _attend(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor,
+    tiles: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(scale q k + bias) v for q ``[N,R,D]``, keys and values ``[N,L,D]``, bias ``[B,R,L]``, N = B * Hkv.
+    """softmax(scale q k + bias) v for q ``[N,R,D]``, N = B * Hkv.
 
-    L is a multiple of KEY_TILE; trailing tiles that a row does not see leave its bits as they are: they add zeros.
+    Trailing tiles that a row does not see leave its bits as they are: they add zeros.
     """
-    heads = q.shape[0] // bias.shape[0]
-    tiles = [slice(first, first + KEY_TILE) for first in range(0, keys.shape[1], KEY_TILE)]
     scores = []
-    for tile in tiles:
-        transposed = keys[:, tile].transpose(1, 2)
-        tile_bias = bias[..., tile] if heads == 1 or bias.shape[0] == 1 else bias[..., tile].repeat_interleave(heads, 0)
+    for keys, _, bias in tiles:
         if softcap is None:
-            scores.append(torch.baddbmm(tile_bias, q, transposed, alpha=scale))
+            scores.append(torch.baddbmm(bias, q, keys, alpha=scale))
         else:
-            scores.append(torch.bmm(q, transposed).mul_(scale / softcap).tanh_().mul_(softcap).add_(tile_bias))
+            scores.append(torch.bmm(q, keys).mul_(scale / softcap).tanh_().mul_(softcap).add_(bias))
     joined = scores[0] if len(scores) == 1 else torch.cat(scores, -1)
     if sinks is None:
         weights = joined.softmax(-1)
@@ -164,11 +173,10 @@ def _attend(
         highest = torch.maximum(joined.amax(-1, keepdim=True), sinks)
         weights = (joined - highest).exp_()
         weights /= weights.sum(-1, keepdim=True) + (sinks - highest).exp_()
-    out = None
-    for tile in tiles:
-        part, tile_values = weights[..., tile], values[:, tile]
-        out = torch.bmm(part, tile_values) if out is None else out.add_(torch.bmm(part, tile_values))
-    assert out is not None
+    parts = weights.split(KEY_TILE, -1)
+    out = torch.bmm(parts[0], tiles[0][1])
+    for part, (_, values, _) in zip(parts[1:], tiles[1:], strict=True):
+        out.add_(torch.bmm(part, values))
     return out
 
 
