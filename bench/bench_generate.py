@@ -5,7 +5,7 @@
     python -m bench.bench_generate --check-k 8 --dtype float32   # ids of every K against plain, no timing
     python -m bench.bench_generate --memory                 # peak memory of each provider, in a process of its own
 
-Providers: transformers plain; transformers prompt lookup (its best of the draft lengths tried); ours plain (NoDraft); ours
+Providers: transformers plain; transformers prompt lookup (``--lookup`` drafts a round); ours plain (NoDraft); ours
 with PromptLookup. Each prompt runs through all four before the next begins. Speeds include the prompt's pass. "identical" is
 against the plain decoding of the same package. One short generation of each provider comes first and is not counted.
 """

@@ -37,6 +37,11 @@ def integers(name: str, x: Any, shape: tuple[int | None, ...], like: torch.Tenso
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    holds = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    require(holds, name, f"an integer >= {low}" if high is None else f"an integer from {low} to {high}", repr(value))
+
+
 def check_positive(name: str, value: Any) -> None:
     """None, or a finite number above 0 (0 would mean 'off' to one reader and 'nothing' to another)."""
     if value is not None:

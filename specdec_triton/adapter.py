@@ -143,6 +143,7 @@ class ModelAdapter:
         self.dtype: torch.dtype = self.observation.dtype
         self.vocab_size: int = self.observation.vocab_size
         self.max_len: int | None = self.observation.max_len
+        self.stop_ids = _eos_ids(model)
         self._configs = attention_configs(model)
         like = torch.empty(0, device=self.device)
         self._backend = (
@@ -249,3 +250,12 @@ class ModelAdapter:
         finally:
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = implementation
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    """The model's end-of-sequence ids; one, several or none."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        eos = getattr(config, "eos_token_id", None)
+        if eos is not None:
+            return frozenset([eos] if isinstance(eos, int) else eos)
+    return frozenset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from specdec_triton import ops
+from specdec_triton._checks import check_integer
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, Drafts, NoDraft, Round
 from specdec_triton.errors import OutOfPagesError
@@ -20,6 +21,7 @@ from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingBatch, SamplingPar
 
 METHODS = ("auto", "greedy", "rejection", "coupled")
 PREFILL_CHUNK = 512  # prompts are processed in chunks that begin at multiples of this
+_MISFIT_DRAFTS, _MISFIT_RATE = 200, 0.02
 _HEADROOM = 1024  # pages are reserved this many tokens ahead when the pool may grow
 
 
@@ -62,12 +64,12 @@ class SpeculativeDecoder:
         exact: bool | None = None,
         backend: str | None = None,
     ) -> None:
-        _check_integer("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
-        _check_integer("max_batch_size", max_batch_size, 1)
-        _check_integer("page_size", page_size, 1)
+        check_integer("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
+        check_integer("max_batch_size", max_batch_size, 1)
+        check_integer("page_size", page_size, 1)
         for name, value in (("max_seq_len", max_seq_len), ("num_pages", num_pages)):
             if value is not None:
-                _check_integer(name, value, 1)
+                check_integer(name, value, 1)
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         if drafter is not None and not isinstance(drafter, Drafter):
@@ -87,7 +89,8 @@ class SpeculativeDecoder:
         self._drafts = (drafter or NoDraft()).bind(
             self._target, slots=max_batch_size, page_size=page_size, backend=backend
         )
-        self._stop_ids = _eos_ids(self._target.model)
+        self._misfit: Counter[str] = Counter()
+        self._warned = False
         self._waiting: deque[RequestHandle] = deque()
         self._slots: list[RequestHandle | None] = [None] * max_batch_size
         self._texts = torch.zeros(max_batch_size, 0, dtype=torch.int64, device=self._target.device)
@@ -251,7 +254,22 @@ class SpeculativeDecoder:
                 self._end(slot, "error", "the target's logits held NaN, +inf, or nothing but -inf")
                 continue
             self._drafts.judge(slot, drafted, accepted)
+            self._notice_misfit(drafted, accepted)
             self._emit(slot, emitted[: accepted + 1], drafted, accepted)
+
+    def _notice_misfit(self, drafted: int, accepted: int) -> None:
+        """Warn, once, of drafts that are hardly ever right: a misloaded draft model costs time and shows nowhere else."""
+        self._misfit += Counter(drafted=drafted, accepted=accepted)
+        if self._misfit["drafted"] < _MISFIT_DRAFTS:
+            return
+        if not self._warned and self._misfit["accepted"] < _MISFIT_RATE * self._misfit["drafted"]:
+            self._warned = True
+            warnings.warn(
+                f"only {self._misfit['accepted']} of the last {self._misfit['drafted']} drafts were accepted: plain"
+                " decoding would be faster (does the draft model belong to the target?)",
+                stacklevel=5,
+            )
+        self._misfit.clear()
 
     def _process(
         self, slots: Sequence[int], drafts: torch.Tensor, lens: Sequence[int], logits: torch.Tensor
@@ -277,7 +295,7 @@ class SpeculativeDecoder:
         before = len(handle)
         stop_ids = frozenset(handle.params.stop_token_ids)
         if not handle.params.ignore_eos:
-            stop_ids |= self._stop_ids
+            stop_ids |= self._target.stop_ids
         reason = handle.emit(tokens, drafted, accepted, stop_ids)
         if reason is not None:
             self._end(slot, reason)
@@ -420,18 +438,3 @@ def _merge(parts: Sequence[Drafts], device: torch.device) -> tuple[torch.Tensor,
         torch.nn.functional.pad(d.tokens[:, :k], (0, max(k - d.tokens.shape[1], 0)), value=ops.PAD) for d in parts
     ]
     return torch.cat(tokens) if len(tokens) > 1 else tokens[0], lens
-
-
-def _check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-        allowed = f"an integer from {low} to {high}" if high is not None else f"an integer >= {low}"
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
-
-
-def _eos_ids(model: Any) -> frozenset[int]:
-    """The model's end-of-sequence ids; one, several or none."""
-    for config in (getattr(model, "generation_config", None), model.config):
-        eos = getattr(config, "eos_token_id", None)
-        if eos is not None:
-            return frozenset([eos] if isinstance(eos, int) else eos)
-    return frozenset()

@@ -10,15 +10,19 @@ import torch
 
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
 from specdec_triton.adapter import ModelAdapter
+from specdec_triton.drafters.base import Round
 from specdec_triton.drafters.prompt_lookup import ROW_COST, _Acceptance, best_length
 from specdec_triton.errors import UnsupportedModelError
+from specdec_triton.sampling import SamplingBatch
 from specdec_triton.testing import (
     NAN,
     TOY_VOCAB,
     Alternating,
+    always_wrong,
     assert_pages_add_up,
     own_logits,
     plain_greedy,
+    random_drafts,
     toy_model,
 )
 
@@ -301,3 +305,32 @@ def test_lookup_forgets_a_finished_request():
     for a, b in zip(first, again, strict=True):
         assert a.stats.drafted_at == b.stats.drafted_at
     assert engine._drafts._acceptance == {}
+
+
+def test_drafts_that_are_never_right_are_noticed():
+    """faults.md L5: below 2% of 200 drafts, one warning; the text stays right."""
+    long = [plain_greedy(target(), prompt, 60) for prompt in PROMPTS]
+    engine = decoder(always_wrong([p + t for p, t in zip(PROMPTS, long, strict=True)]))
+    params = greedy(max_new_tokens=60)
+    with pytest.warns(UserWarning, match=r"only 0 of the last 2\d\d drafts were accepted"):
+        assert texts(engine, params) == long
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert texts(engine, params) == long  # warned once
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fine = decoder(random_drafts([p + t for p, t in zip(PROMPTS, long, strict=True)], right=0.2))
+        assert texts(fine, greedy(max_new_tokens=60)) == long
+
+
+def test_prompt_lookup_copies_on_through_a_period():
+    """A text that repeats itself every 3 tokens: K tokens are drafted, though only 3 follow the last occurrence."""
+    session = PromptLookup().bind(checked(), slots=1, page_size=4, backend=None)
+    session.admit(0, [], 100)
+    for _ in range(8):
+        session.judge(0, 8, 8)
+    text = [9, 5, 6, 7, 5, 6, 7]
+    params = SamplingBatch.from_params([greedy()], [len(text)], "cpu")
+    drafts = session.propose(Round([0], torch.tensor([text]), [len(text)], [8], params, "greedy"))
+    assert drafts.lens == [8]
+    assert drafts.tokens.tolist() == [[5, 6, 7, 5, 6, 7, 5, 6]]
