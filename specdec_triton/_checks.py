@@ -34,7 +34,13 @@ def integers(name: str, x: Any, shape: tuple[int | None, ...], like: torch.Tenso
     check_tensor(name, x, shape, like)
     allowed = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
     require(x.dtype in allowed, name, f"an integer tensor ({dtype})", x.dtype)
-    return x if x.dtype == dtype else x.to(dtype)
+    if x.dtype == dtype:
+        return x
+    if x.device.type == "cpu" and x.dtype.itemsize > dtype.itemsize and x.numel():
+        limits = torch.iinfo(dtype)
+        low, high = int(x.min()), int(x.max())
+        require(limits.min <= low and high <= limits.max, name, f"within {dtype}", (low, high))
+    return x.to(dtype)
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -70,6 +76,9 @@ def check_pages(
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.dtype != torch.float8_e4m3fn:
             check_floating(name, cache)
+        unit = cache.shape[-1] <= 1 or cache.stride(-1) == 1
+        require(unit, name, "of stride 1 in its last dimension", list(cache.stride()))
+        require(cache.shape[3] >= 1, name, "of head size at least 1", list(cache.shape))
         require(cache.shape[1] >= 1, name, "of page size at least 1", list(cache.shape))
     table = integers("block_table", block_table, (batch, None), k_cache, torch.int32)
     context = integers("context_lens", context_lens, (batch,), k_cache, torch.int32)
@@ -79,6 +88,7 @@ def check_pages(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
             check_tensor(name, scale, (k_cache.shape[2],), k_cache)
+            require(scale.dtype == torch.float32, name, "float32", scale.dtype)
         else:  # a missing scale read as 1.0 halves acceptance without an error (faults.md E13)
             needs = k_cache.dtype == torch.float8_e4m3fn
             require(not needs, name, "given with an fp8 cache (torch.ones(Hkv) for none)", None)

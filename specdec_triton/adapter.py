@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 from specdec_triton import ops
 from specdec_triton.exactness import InvariantRows
 from specdec_triton.kv_cache import KVCache
-from specdec_triton.observe import Observation, attention_configs, observe
+from specdec_triton.observe import Observation, attention_configs, has_dropout, model_lock, observe
 from specdec_triton.reference.append_kv import append_planned
 from specdec_triton.reference.paging import Plan, make_plan
 from specdec_triton.reference.verify_attention import attend_planned
@@ -114,7 +114,10 @@ def _attention_interface(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature: query ``[1,Hq,N,D]``, key and value ``[1,Hkv,N,D]`` -> ``[1,N,Hq,D]``."""
-    assert specdec_pass is not None, "observe() lets no model through that drops the keyword arguments"
+    if specdec_pass is None:  # observe() lets no model through that drops the keyword arguments
+        raise RuntimeError(
+            "a decoder runs this model in another thread: call the module's own forward or generate between its steps"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     layer: int = module.layer_idx  # type: ignore[assignment]
     softcap = softcap if specdec_pass.softcap else None
@@ -231,7 +234,9 @@ class ModelAdapter:
             ends = torch.tensor(query_lens or [count] * batch).cumsum(0).to(self.device) - 1
             if self._keeps_logits:
                 keep = {"logits_to_keep": ends}
-        with self._switched(), torch.inference_mode():
+        if self.model.training and has_dropout(self.model):
+            raise RuntimeError(f"{type(self.model).__name__} is in training mode, with dropout: call model.eval()")
+        with model_lock(self.model), self._switched(), torch.inference_mode():
             logits = self.model(
                 input_ids=ids, position_ids=position.long(), use_cache=False, specdec_pass=p, **keep
             ).logits[0]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from specdec_triton import ops
-from specdec_triton._checks import check_integer
+from specdec_triton._checks import check_integer, check_tensor, require
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, Drafts, NoDraft, Round
 from specdec_triton.errors import OutOfPagesError
@@ -89,6 +90,7 @@ class SpeculativeDecoder:
         self._drafts = (drafter or NoDraft()).bind(
             self._target, slots=max_batch_size, page_size=page_size, backend=backend
         )
+        self._stepping = False
         self._misfit: Counter[str] = Counter()
         self._warned = False
         self._waiting: deque[RequestHandle] = deque()
@@ -120,7 +122,10 @@ class SpeculativeDecoder:
         Raises:
             ValueError: a prompt or a parameter that cannot be decoded; nothing has been started then.
         """
-        if len(prompts) and isinstance(prompts[0], int):
+        if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts must be a list of token id lists, got {type(prompts).__name__}")
+        prompts = list(prompts)
+        if prompts and not isinstance(prompts[0], Iterable):
             raise ValueError("prompts must be a list of token id lists; for one prompt give [prompt]")
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
@@ -154,8 +159,10 @@ class SpeculativeDecoder:
         if handle in self._waiting:
             self._waiting.remove(handle)
             handle.finish("cancelled")
-        else:
+        elif handle in self._slots:
             self._end(self._slots.index(handle), "cancelled")
+        else:
+            raise ValueError("handle must be a request of this decoder")
 
     def run(self) -> None:
         """Step until no work is left."""
@@ -164,11 +171,21 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Admit waiting requests, then one round for all active ones. Returns whether work is left."""
-        self._admit()
-        active = [slot for slot, handle in enumerate(self._slots) if handle is not None]
-        if active:
-            self._round(active)
+        """Admit waiting requests, then one round for all active ones. Returns whether work is left.
+
+        An exception of a request's own logits processor ends that request with finish_reason ``error`` and is raised; the
+        others go on with the next step.
+        """
+        if self._stepping:
+            raise RuntimeError("the decoder is in the middle of a round: a logits processor or drafter cannot step it")
+        self._stepping = True
+        try:
+            self._admit()
+            active = [slot for slot, handle in enumerate(self._slots) if handle is not None]
+            if active:
+                self._round(active)
+        finally:
+            self._stepping = False
         return bool(self._waiting) or any(handle is not None for handle in self._slots)
 
     def warmup(self) -> None:
@@ -205,6 +222,7 @@ class SpeculativeDecoder:
                 method=group.method,
             )
         )
+        _check_drafts(drafts, len(handles), type(self._drafts))
         drafts.lens = [min(n, limit) for n, limit in zip(drafts.lens, limits, strict=True)]
         return drafts
 
@@ -248,8 +266,13 @@ class SpeculativeDecoder:
             method=group.method,
             backend=self._backend,
         )
-        rows = zip(group.slots, lens, *(x.tolist() for x in result), strict=True)
-        for slot, drafted, emitted, accepted, status in rows:
+        rows = zip(group.slots, tokens.tolist(), lens, *(x.tolist() for x in result), strict=True)
+        for slot, drafts_of, length, emitted, accepted, status in rows:
+            if self._slots[slot] is None:
+                continue  # cancelled by a logits processor
+            # An id outside the vocabulary ends the draft: it and what follows are not counted.
+            vocab = range(self._target.vocab_size)
+            drafted = next((i for i, token in enumerate(drafts_of[:length]) if token not in vocab), length)
             if status:
                 self._end(slot, "error", "the target's logits held NaN, +inf, or nothing but -inf")
                 continue
@@ -285,8 +308,13 @@ class SpeculativeDecoder:
             for t in range(lens[b] + 1 if handle.params.logits_processors else 0):
                 history = torch.cat([self._texts[slot, : len(handle)], drafts[b, :t]])[None]
                 row = logits[b, t][None]
-                for processor in handle.params.logits_processors:
-                    row = processor(history, row)
+                try:
+                    for processor in handle.params.logits_processors:
+                        row = processor(history, row)
+                except Exception as error:
+                    if self._slots[slot] is handle:
+                        self._end(slot, "error", f"a logits processor failed: {error}")
+                    raise
                 logits[b, t] = row[0]
         return logits
 
@@ -306,7 +334,7 @@ class SpeculativeDecoder:
     # Requests come and go.
 
     def _request(self, prompt: Sequence[int], params: SamplingParams) -> RequestHandle:
-        ids = [int(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
+        ids = _token_ids(prompt)
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, got {type(params).__name__}")
         if not ids:
@@ -438,3 +466,23 @@ def _merge(parts: Sequence[Drafts], device: torch.device) -> tuple[torch.Tensor,
         torch.nn.functional.pad(d.tokens[:, :k], (0, max(k - d.tokens.shape[1], 0)), value=ops.PAD) for d in parts
     ]
     return torch.cat(tokens) if len(tokens) > 1 else tokens[0], lens
+
+
+def _check_drafts(drafts: Any, batch: int, session: type) -> None:
+    name = f"{session.__module__.rsplit('.', 1)[-1]}'s drafts"
+    require(isinstance(drafts, Drafts), name, "Drafts", type(drafts).__name__)
+    check_tensor(f"{name}.tokens", drafts.tokens, (batch, None))
+    require(drafts.tokens.dtype == torch.int64, f"{name}.tokens", "int64", drafts.tokens.dtype)
+    k = drafts.tokens.shape[1]
+    fits = len(drafts.lens) == batch and all(isinstance(n, int) and 0 <= n <= k for n in drafts.lens)
+    require(fits, f"{name}.lens", f"a list of {batch} integers from 0 to {k}", drafts.lens)
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """A prompt as a list: of integers, or a tensor or array of one dimension."""
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    fits = isinstance(values, Iterable) and not isinstance(values, (str, bytes, Mapping))
+    ids = list(values) if fits else []
+    fits = fits and all(isinstance(x, Integral) and not isinstance(x, bool) for x in ids)
+    require(fits, "prompt", "a list of integer token ids", repr(prompt)[:60])
+    return [int(x) for x in ids]

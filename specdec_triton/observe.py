@@ -9,8 +9,10 @@ time, position biases and dropped arguments all fail one of these, and the error
 from __future__ import annotations
 
 import inspect
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -24,7 +26,11 @@ if TYPE_CHECKING:
 RECORDING = "specdec_recording"
 _MASK_HORIZON = 1 << 17  # masks are examined up to this many positions
 _PROBE_TOKENS = 6
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "moe"}
 _PROBE_SPLIT = (3, 1, 2)  # the same tokens in three passes
+
+_lock = threading.RLock()
+_locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 @dataclass
@@ -119,7 +125,7 @@ class Observation:
         if self.device.type == "meta":
             return
         tokens = _probe_tokens(self.vocab_size, self.device)
-        with torch.inference_mode():
+        with model_lock(adapter.model), torch.inference_mode():
             own = adapter.model(input_ids=tokens, use_cache=False).logits[0]
         cache = adapter.new_cache(slots=1, page_size=2, num_pages=_PROBE_TOKENS)
         cache.reserve(0, _PROBE_TOKENS)
@@ -174,11 +180,17 @@ def observe(model: Any) -> Observation:
     devices = sorted({str(p.device) for p in model.parameters()})
     if len(devices) != 1:
         raise _refuse(model, f"its parameters are spread over several devices ({', '.join(devices)}); load it on one")
+    if model.training and has_dropout(model):
+        raise _refuse(model, "it is in training mode, with dropout; call model.eval()")
     device = torch.device(devices[0])
     config = model.config.get_text_config()
     recording, vocab_size = _record(model, device, config)
     calls = recording.calls
     _check_calls(model, calls, config)
+    # Some layers compress or index old keys once there are a hundred: a short pass does not show it.
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if unknown:
+        raise _refuse(model, f"a layer of the type {unknown[0]} keeps state besides keys and values")
     limits = [_mask_limit(model, call, recording.masks, config) for call in calls]
     limits += [*_rope_limits(model), getattr(config, "max_position_embeddings", None)]
     shapes = sorted((call.layer, LayerShape(call.kv_heads, call.key_dim)) for call in calls)
@@ -194,6 +206,19 @@ def observe(model: Any) -> Observation:
     )
 
 
+def model_lock(model: Any) -> Any:
+    """Held while the model's attention is switched, so that several decoders of one model can run in several threads."""
+    with _lock:
+        return _locks.setdefault(model, threading.RLock())
+
+
+def has_dropout(model: Any) -> bool:
+    """Whether the model's passes are random in training mode."""
+    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    rates += [getattr(config, "attention_dropout", 0.0) or 0.0 for config in attention_configs(model)]
+    return any(rate > 0 for rate in rates)
+
+
 def _refuse(model: Any, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{type(model).__name__} cannot be decoded here: {reason}")
 
@@ -203,6 +228,11 @@ def _probe_tokens(vocab_size: int, device: torch.device) -> torch.Tensor:
 
 
 def _record(model: Any, device: torch.device, config: Any) -> tuple[_Recording, int]:
+    with model_lock(model), _lock:
+        return _record_locked(model, device, config)
+
+
+def _record_locked(model: Any, device: torch.device, config: Any) -> tuple[_Recording, int]:
     recording = _Recording([], [])
     configs = attention_configs(model)
     before = [c._attn_implementation_internal for c in configs]
@@ -293,8 +323,15 @@ def _first_difference(function: Any, window: int | None, query: int) -> int:
 
 def _rope_limits(model: Any) -> list[int]:
     """RoPE whose frequencies depend on the longest position of a pass is only well defined before they change."""
-    return [
-        int(module.original_max_seq_len)
-        for module in model.modules()
-        if getattr(module, "rope_type", None) in ("dynamic", "longrope") and hasattr(module, "original_max_seq_len")
-    ]
+    limits = []
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind == "dynamic" and hasattr(module, "original_max_seq_len"):
+            limits.append(int(module.original_max_seq_len))
+        elif kind == "longrope":  # two sets of factors, chosen by the longest position
+            config = module.config
+            parameters = getattr(config, "rope_parameters", None) or {}
+            own = [parameters, *(x for x in parameters.values() if isinstance(x, dict)), vars(config)]
+            stated = [d["original_max_position_embeddings"] for d in own if d.get("original_max_position_embeddings")]
+            limits += [int(n) for n in stated] or [int(module.original_max_seq_len)]
+    return limits

@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 import torch
 
-from specdec_triton._checks import check_floating, check_pages, check_positive, check_tensor, integers, require
+from specdec_triton._checks import (
+    check_floating,
+    check_integer,
+    check_pages,
+    check_positive,
+    check_tensor,
+    integers,
+    require,
+)
 from specdec_triton._library import register, resolve_backend
 from specdec_triton.reference.accept_reject import METHODS, PAD
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingBatch
@@ -191,14 +199,15 @@ def verify_attention(
     check_positive("scale", scale)
     check_positive("softcap", softcap)
     if sliding_window is not None:
-        ok = isinstance(sliding_window, int) and not isinstance(sliding_window, bool) and sliding_window >= 1
-        require(ok, "sliding_window", "None (off) or an integer >= 1", sliding_window)
+        check_integer("sliding_window", sliding_window, 1)
+        sliding_window = min(sliding_window, 2**31 - 1)
     if tree_mask is not None:
         require(count <= MAX_DRAFT_TOKENS + 1, "tree_mask", "used with T <= 64", f"T = {count}")
         rows = (count,) if isinstance(tree_mask, torch.Tensor) and tree_mask.dim() == 1 else (batch, count)
         tree_mask = integers("tree_mask", tree_mask, rows, q, torch.int64)
     if sinks is not None:
         check_tensor("sinks", sinks, (q_heads,), q)
+        check_floating("sinks", sinks)
     chosen = resolve_backend(backend, "verify_attention", q)
     return _verify_attention(
         q, k_cache, v_cache, table, context, lens, scale, tree_mask, sliding_window, softcap, sinks,
@@ -259,6 +268,7 @@ def accept_reject(
     if draft_lse is not None:
         require(draft_logits is not None, "draft_lse", "given together with draft_logits", "it alone")
         check_tensor("draft_lse", draft_lse, (batch, rows - 1), target_logits)
+        require(draft_lse.dtype == torch.float32, "draft_lse", "float32", draft_lse.dtype)
     if draft_lens is not None:
         draft_lens = integers("draft_lens", draft_lens, (batch,), target_logits, torch.int32)
         if draft_lens.device.type == "cpu" and batch:
@@ -302,7 +312,7 @@ def sample(
     require(vocab >= 1, "logits", "of shape [B,V] with V >= 1", list(logits.shape))
     check_floating("logits", logits)
     if node is not None:
-        require(0 <= node <= MAX_DRAFT_TOKENS, "node", f"None or from 0 to {MAX_DRAFT_TOKENS}", node)
+        check_integer("node", node, 0, MAX_DRAFT_TOKENS)
     tokens, lse = _sample(logits, *_unpack(params, batch, logits), node, resolve_backend(backend, "sample", logits))
     return (tokens, lse) if return_lse else tokens
 
@@ -357,6 +367,12 @@ def _unpack(params: SamplingBatch, batch: int, like: torch.Tensor) -> tuple:
         x = getattr(params, name)
         check_tensor(f"params.{name}", x, (batch,), like)
         require(x.dtype == torch.float32, f"params.{name}", "float32", x.dtype)
+        if batch and x.device.type == "cpu":
+            low, high = (float(end) for end in x.aminmax())
+            most = 1.0 if name != "temperature" else torch.finfo(torch.float32).max
+            require(low >= 0 and high <= most, f"params.{name}", f"from 0 to {most:g}", (low, high))
+    flag = params.has_filters
+    require(flag is None or isinstance(flag, bool), "params.has_filters", "a bool or None", repr(flag))
     whole = ((name, torch.int32 if name == "top_k" else torch.int64) for name in ("top_k", "seed", "position"))
     top_k, seed, position = (
         integers(f"params.{name}", getattr(params, name), (batch,), like, dtype) for name, dtype in whole

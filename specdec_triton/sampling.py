@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 MAX_DRAFT_TOKENS = 63  # a verify pass has at most 64 rows a request: one bit each in an int64 tree mask
 _SEED_LIMIT = 1 << 63
+_LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,15 @@ class SamplingParams:
             object.__setattr__(self, "temperature", 1.0)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        for name in ("stop_token_ids", "logits_processors"):
+            _require(isinstance(getattr(self, name), Iterable), self, name, "a list")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        _require(all(map(callable, self.logits_processors)), self, "logits_processors", "a list of callables")
         _require(
-            _real(self.temperature) and 0 <= float(self.temperature or 0) < math.inf,
+            _real(self.temperature) and 0 <= float(self.temperature or 0) <= _LARGEST_FLOAT32,
             self,
             "temperature",
-            "a number >= 0",
+            "a finite number >= 0",
         )
         _require(_integer(self.top_k) and self.top_k >= 0, self, "top_k", "an integer >= 0 (0 or -1: off)")
         _require(_real(self.top_p) and 0 <= self.top_p <= 1, self, "top_p", "from 0 to 1 (1: off)")
@@ -106,11 +110,11 @@ def _require(holds: bool, params: SamplingParams, name: str, allowed: str) -> No
 
 
 def _integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _real(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
 @dataclass

@@ -5,6 +5,9 @@ fp32 rounding of the module's own forward pass; whatever cannot be so is refused
 from __future__ import annotations
 
 import random
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import pytest
@@ -217,6 +220,10 @@ REFUSED = {
         },
         r"layers \[0\] \(linear_attention\)",
     ),
+    "deepseek_v4": (
+        {**MOE, "layer_types": ["heavily_compressed_attention"] * 2, "num_local_experts": 4},
+        "keeps state besides keys and values",
+    ),
     "falcon_h1": ({"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16}, "keeps state"),
     "falcon_h1#small-weights": (
         {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 16, "initializer_range": 0.02},
@@ -395,3 +402,61 @@ def test_padding_rows_change_nothing():
     last = adapter.forward(*args, [3, 2], last_only=True)
     assert last.shape == (2, 1, 97)
     assert torch.allclose(last[1, 0], plain[1, 1], atol=1e-5)
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("phi3", {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64, "factor": 2.0}}),
+        ("llama", {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64, "factor": 2.0}}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    ],
+)
+def test_rope_that_changes_with_the_length_limits_the_text(kind, settings):
+    """faults.md I14: up to where the frequencies change the text is plain decoding's, and there it ends."""
+    if kind == "phi3":
+        settings["original_max_position_embeddings"] = 64
+    model = toy_model(kind, **settings)
+    adapter = ModelAdapter(model)
+    assert adapter.max_len == (128 if "dynamic" in str(settings) else 64)
+    engine = SpeculativeDecoder(adapter, NoDraft(), exact=False)
+    params = SamplingParams(temperature=0, max_new_tokens=200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = engine.generate([PROMPTS[0]], params)[0]
+    assert len(PROMPTS[0]) + len(out.token_ids) == adapter.max_len
+    assert out.token_ids == plain_greedy(model, PROMPTS[0], len(out.token_ids))
+
+
+def test_training_mode_with_dropout_is_refused():
+    model = toy_model("gpt2", **GPT2)
+    engine = SpeculativeDecoder(model, NoDraft(), exact=False)
+    model.train()
+    with pytest.raises(RuntimeError, match="training mode"):
+        engine.generate([PROMPTS[0]], SamplingParams(temperature=0, max_new_tokens=4))
+    with pytest.raises(UnsupportedModelError, match="training mode"):
+        SpeculativeDecoder(model, NoDraft())
+    SpeculativeDecoder(toy_model("llama").train(), NoDraft(), exact=False)  # without dropout nothing is random
+
+
+def test_decoders_of_one_model_in_several_threads():
+    """Each gives its own text; the module's own forward in another thread works or says what is wrong."""
+    model = toy_model()
+    want = [plain_greedy(model, prompt, 12) for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_new_tokens=12)
+
+    def decode(i):
+        engine = SpeculativeDecoder(model, NoDraft(), exact=False)
+        return engine.generate([PROMPTS[i]], params)[0].token_ids
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            order = [0, 1] * 4
+            assert list(pool.map(decode, order)) == [want[i] for i in order]
+    finally:
+        sys.setswitchinterval(interval)

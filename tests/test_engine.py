@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -705,3 +707,113 @@ def test_statistics_add_up():
         assert all(a <= d for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True))
         assert stats.drafted_at == sorted(stats.drafted_at, reverse=True)
         assert stats.new_tokens in (stats.accepted + stats.target_passes, stats.accepted + stats.target_passes - 1)
+
+
+def test_a_failing_processor_ends_its_own_request():
+    """The exception reaches the caller once; neighbours go on, pages come back."""
+
+    def fails(ids, logits):
+        if ids.shape[1] >= 14:
+            raise ZeroDivisionError("no")
+        return logits
+
+    engine = decoder(NoDraft())
+    bad = engine.submit(PROMPTS[0], SamplingParams(temperature=0, max_new_tokens=20, logits_processors=[fails]))
+    good = engine.submit(PROMPTS[1], SamplingParams(temperature=0, max_new_tokens=NEW))
+    with pytest.raises(ZeroDivisionError):
+        engine.run()
+    engine.run()
+    assert bad.output.finish_reason == "error"
+    assert "a logits processor failed: no" in bad.output.error
+    assert bad.output.token_ids == plain_greedy(target(), PROMPTS[0], 20)[: len(bad.output.token_ids)]
+    assert len(bad.output.token_ids) >= 2
+    assert good.output.token_ids == plain_greedy(target(), PROMPTS[1], NEW)
+    assert_pages_add_up(engine._cache)
+
+
+def test_cancel_and_step_from_inside_a_round():
+    handles = []
+
+    def cancels(ids, logits):
+        if ids.shape[1] >= 14:
+            handles[0].cancel()
+        return logits
+
+    def steps(ids, logits):
+        engine.step()
+
+    engine = decoder(PromptLookup())
+    handles.append(engine.submit(PROMPTS[0], SamplingParams(temperature=0, logits_processors=[cancels])))
+    engine.run()
+    assert handles[0].output.finish_reason == "cancelled"
+    engine.submit(PROMPTS[0], SamplingParams(temperature=0, logits_processors=[steps]))
+    with pytest.raises(RuntimeError, match="in the middle of a round"):
+        engine.step()
+    assert_pages_add_up(engine._cache)
+
+
+def test_drafts_outside_the_vocabulary_are_not_counted():
+    """faults.md B8, L1."""
+    for wrong in (-1, TOY_VOCAB, 2**62):
+        out = decoder(ScriptedDrafter(lambda text, limit, wrong=wrong: [wrong] * limit)).generate(
+            PROMPTS[:1], SamplingParams(temperature=0, max_new_tokens=NEW)
+        )[0]
+        assert out.token_ids == plain_greedy(target(), PROMPTS[0], NEW)
+        assert (out.stats.drafted, out.stats.acceptance_rate) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: None, "must be Drafts, got NoneType"),
+        (lambda d: replace(d, tokens=d.tokens.float()), "tokens must be int64"),
+        (lambda d: replace(d, tokens=d.tokens.repeat(2, 1)), r"tokens must be of shape \[1"),
+        (lambda d: replace(d, lens=[-1]), "lens must be a list of 1 integers from 0 to"),
+        (lambda d: replace(d, lens=[99]), "lens must be a list of 1 integers from 0 to"),
+        (lambda d: replace(d, lens=torch.tensor([1])), "lens must be a list"),
+    ],
+)
+def test_a_drafter_that_breaks_the_protocol(monkeypatch, spoil, message):
+    engine = decoder(random_drafts())
+    propose = engine._drafts.propose
+    monkeypatch.setattr(engine._drafts, "propose", lambda round_: spoil(propose(round_)))
+    with pytest.raises(ValueError, match=f"drafts.*{message}"):
+        engine.generate(PROMPTS[:1], SamplingParams(temperature=0))
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        "hello",
+        None,
+        {"input_ids": [1]},
+        5,
+        [1, 2],
+        torch.tensor([1, 2]),
+        [[1.7, 2.2]],
+        [[True]],
+        ["hi"],
+        [[[1, 2]]],
+        [None],
+    ],
+    ids=repr,
+)
+def test_prompts_that_are_none(prompts):
+    with pytest.raises(ValueError, match=r"prompts? must be a list of"):
+        decoder(NoDraft()).generate(prompts)
+
+
+def test_prompts_may_be_tensors_and_arrays():
+    params = SamplingParams(temperature=np.float32(0), max_new_tokens=np.int64(4), seed=np.int64(3))
+    want = [plain_greedy(target(), prompt, 4) for prompt in PROMPTS[:2]]
+    for kind in (torch.tensor, np.array, tuple):
+        outs = decoder(NoDraft()).generate([kind(prompt) for prompt in PROMPTS[:2]], params)
+        assert [out.token_ids for out in outs] == want
+    square = torch.tensor([PROMPTS[0], PROMPTS[0]])
+    assert [out.token_ids for out in decoder(NoDraft()).generate(square, params)] == [want[0]] * 2
+
+
+def test_a_handle_of_another_decoder_cannot_be_cancelled():
+    handle = decoder(NoDraft()).submit(PROMPTS[0])
+    with pytest.raises(ValueError, match="a request of this decoder"):
+        decoder(NoDraft()).cancel(handle)

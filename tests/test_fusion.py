@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from specdec_triton.fusion.decoder_layer import FusedDecoderLayer
 from specdec_triton.fusion.norms import FusedRMSNorm, fused_norm
 from specdec_triton.fusion.packed_linear import FbgemmLinear, OneDNNLinear, PackedLinear, best_packing
 from specdec_triton.fusion.siblings import FusedPart
+from specdec_triton.testing import toy_model
 
 SHAPE = {
     "vocab_size": 96,
@@ -277,3 +279,57 @@ def test_a_mapped_checkpoint_is_given_back(tmp_path: Path) -> None:
     assert torch.equal(kept, values)
     assert torch.equal(model.lm_head.weight, embedding)
     assert torch.equal(logits(model), want)  # read again from the file
+
+
+@pytest.mark.parametrize("packing", [OneDNNLinear, FbgemmLinear])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_an_optimized_model_can_be_copied(
+    monkeypatch: pytest.MonkeyPatch, packing: type[PackedLinear], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(rewrite, "best_packing", lambda layers: packing)
+    model = optimize(toy("Qwen2", {}, dtype))
+    want = logits(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(copied), want)
+        assert torch.equal(paged_logits(copied), paged_logits(model))
+
+
+@pytest.mark.parametrize("packing", [OneDNNLinear, FbgemmLinear])
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral", "llama"])
+def test_activations_stay_narrow_where_something_computes_in_half_precision(
+    monkeypatch: pytest.MonkeyPatch, kind: str, packing: type[PackedLinear]
+) -> None:
+    """Conv1D weights, experts, and linear layers that the packing cannot hold would not take fp32 activations."""
+    monkeypatch.setattr(rewrite, "best_packing", lambda layers: packing)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128} if kind == "gpt2" else {}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "mixtral" else {}
+    model = toy_model(kind, dtype=torch.bfloat16, **sizes, **experts)
+    if kind == "llama":
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight[0, 0] = 1e6  # not in fp16
+            model.model.layers[1].mlp.down_proj.weight[0, 1:] = 0
+    oracle = copy.deepcopy(model)
+    with torch.inference_mode():
+        want = oracle(input_ids=TOKENS, use_cache=False).logits.float()
+        optimize(model)
+        got = model(input_ids=TOKENS, use_cache=False).logits.float()
+    assert float((got - want).abs().max() / want.abs().max()) < 0.1
+    SpeculativeDecoder(model, NoDraft(), exact=False).generate(
+        TOKENS.tolist(), SamplingParams(temperature=0, max_new_tokens=4)
+    )
+
+
+def test_hooks_are_called_in_rounds() -> None:
+    """Also on a module that the short way passes by, and whenever they were registered."""
+    model = toy("Llama", {})
+    optimize(model)
+    decoder = SpeculativeDecoder(model, NoDraft())
+    params = SamplingParams(temperature=0, max_new_tokens=10)
+    before = decoder.generate(TOKENS.tolist(), params)[0].token_ids
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0)
+    plain = model.generate(TOKENS, attention_mask=torch.ones_like(TOKENS), do_sample=False, max_new_tokens=10)
+    steered = decoder.generate(TOKENS.tolist(), params)[0].token_ids
+    assert steered == plain[0, TOKENS.shape[1] :].tolist()
+    assert steered != before
+    hook.remove()
+    assert decoder.generate(TOKENS.tolist(), params)[0].token_ids == before

@@ -137,3 +137,8 @@ def test_shapes_on_meta():
     tokens, lens = torch.zeros(2, 9, dtype=torch.int64, device="meta"), torch.zeros(2, dtype=torch.int32, device="meta")
     drafts, found = ops.ngram_propose(tokens, lens, 4)
     assert (drafts.shape, found.shape, found.dtype) == ((2, 4), (2,), torch.int32)
+
+
+def test_max_ngram_beyond_the_text_costs_nothing():
+    tokens, lens = ops.ngram_propose(torch.tensor([[1, 2, 1]]), torch.tensor([3]), 2, 1, 10**9)
+    assert (tokens.tolist(), lens.tolist()) == ([[2, 1]], [2])

@@ -267,3 +267,16 @@ def test_shapes_on_meta():
     params = SamplingBatch(*(getattr(batch_of(2), name).to("meta") for name in names))
     tokens, lse = ops.sample(torch.zeros(2, 7, device="meta"), params=params, return_lse=True)
     assert (tokens.shape, tokens.dtype, lse.shape, lse.dtype) == ((2,), torch.int64, (2,), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("min_p", 2.0), ("top_p", -0.5), ("temperature", NAN), ("temperature", INF), ("has_filters", "no")],
+)
+def test_batches_with_impossible_values(name, value):
+    batch = batch_of(2)
+    setattr(batch, name, value if isinstance(value, str) else torch.tensor([0.5, value]))
+    with pytest.raises(ValueError, match=rf"params\.{name} must be"):
+        ops.sample(torch.zeros(2, 5), params=batch)
+    with pytest.raises(ValueError, match="node must be an integer"):
+        ops.sample(torch.zeros(2, 5), params=batch_of(2), node=1.5)

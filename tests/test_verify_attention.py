@@ -417,3 +417,47 @@ def test_opcheck(name):
 def test_shapes_on_meta():
     out = ops.verify_attention(**{name: x.to("meta") for name, x in good().items()})
     assert (out.shape, out.dtype, out.device.type) == ((2, 3, 4, 16), torch.float32, "meta")
+
+
+def test_calls_leave_nothing_behind():
+    """Buffers that the CPU keeps for a pass's layers: same lengths, other modes, dtypes and scales."""
+    case = paged_case([9, 35], 3, fp8=True)
+    want = attention_oracle(case)
+    with torch.inference_mode():
+        attend(case)
+    assert (attend(case).double() - want).abs().max() < 1e-5
+    infinite = {"k_scale": case.k_scale, "v_scale": torch.tensor([INF, 1.0])}
+    ops.verify_attention(*case.args, **infinite)
+    assert (attend(case).double() - want).abs().max() < 1e-5
+    torch.set_default_dtype(torch.float64)
+    try:
+        other = paged_case([9, 36], 3)
+        for options in ({}, {"tree_mask": TWO_BRANCHES[:3]}):
+            error = attend(other, **options).double() - attention_oracle(other, **options)
+            assert error.abs().max() < 1e-5
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (attend(other).double() - attention_oracle(other)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"context_lens": torch.tensor([9 + 2**32])}, "context_lens must be within torch.int32"),
+        ({"block_table": torch.zeros(1, 3, dtype=torch.int64) + 2**32}, "block_table must be within torch.int32"),
+        ({"sinks": torch.ones(4, dtype=torch.complex64)}, "sinks must be float32"),
+        ({"k_scale": torch.ones(2, dtype=torch.bool)}, "k_scale must be float32"),
+        ({"sliding_window": True}, "sliding_window must be an integer"),
+    ],
+)
+def test_values_that_do_not_fit_their_type(change, message):
+    case = paged_case([9], 3, page_size=4, fp8=True)
+    names = ("q", "k_cache", "v_cache", "block_table", "context_lens", "query_lens")
+    arguments = {**dict(zip(names, case.args, strict=True)), **case.scales, **change}
+    with pytest.raises(ValueError, match=message):
+        ops.verify_attention(**arguments)
+
+
+def test_a_huge_window_is_none():
+    case = paged_case([9], 3)
+    assert torch.equal(attend(case, sliding_window=2**64), attend(case))

@@ -36,6 +36,8 @@ class DraftModel(Drafter):
     def bind(self, target: ModelAdapter, *, slots: int, page_size: int, backend: str | None) -> DraftSession:
         from specdec_triton.adapter import ModelAdapter
 
+        if not hasattr(self.model, "config"):
+            raise ValueError(f"DraftModel needs a transformers model, got {type(self.model).__name__}")
         adapter = ModelAdapter(self.model, backend=backend)
         if adapter.device != target.device:
             raise ValueError(f"the draft model must be on the target's device {target.device}, got {adapter.device}")

@@ -64,6 +64,7 @@ class FusedDecoderLayer(nn.Module):
         self._qkv, self._out = _call(attention.q_proj.shared.product), _call(attention.o_proj)
         self._gate_up, self._down = _call(mlp.gate_proj.shared.product), _call(mlp.down_proj)
         self._activation = _call(mlp.act_fn)
+        self._parts = tuple(inner.modules())
         self._qk_norms = (_call(attention.q_norm), _call(attention.k_norm)) if hasattr(attention, "q_norm") else None
 
     def __getattr__(self, name: str) -> Any:
@@ -74,10 +75,14 @@ class FusedDecoderLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         p = kwargs.get("specdec_pass")
-        if not isinstance(p, Pass):
+        if not isinstance(p, Pass) or self._hooked():
             return self.inner(hidden_states, *args, **kwargs)
         self._rope.update(*kwargs["position_embeddings"])
         return self._over_pages(hidden_states, p, self._rope.cos, self._rope.signed_sin)
+
+    def _hooked(self) -> bool:
+        """Whether somebody watches or steers a module that the short way would pass by."""
+        return any(module._forward_hooks or module._forward_pre_hooks for module in self._parts)
 
     def _over_pages(self, x: torch.Tensor, p: Pass, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
         rows, q_heads, kv_heads = x.shape[1], self._q_heads, self._kv_heads

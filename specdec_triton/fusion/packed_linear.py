@@ -1,4 +1,4 @@
-"""Linear layers for CPU decoding, with weights laid out once for the kernel that reads them; fp32 in and out.
+"""Linear layers for CPU decoding, with weights laid out once for the kernel that reads them.
 
 A pass of K+1 rows should cost what a pass of one row costs: the time to read the weights. PyTorch's own linear layer is far
 from it. It lays the weights out anew in every call, and where the CPU has no bf16 arithmetic (AVX-512 BF16, AMX), K+1 rows
@@ -8,8 +8,7 @@ cost almost K+1 times as much as one. Two libraries inside PyTorch read packed w
 * FBGEMM (Khudia et al. 2021) takes fp16 weights and fp32 activations on any AVX2 machine, but pads the input width to a
   multiple of 512.
 
-:func:`best_packing` times them on the machine at hand. Activations are fp32 between the layers whatever the weights are:
-the CPU's small operations (norms, rotary embedding, residuals) are faster in fp32, and rounded less.
+:func:`best_packing` times them on the machine at hand.
 """
 
 from __future__ import annotations
@@ -28,19 +27,26 @@ _FASTER = 0.9  # a packing must save at least a tenth to be worth giving up the 
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` for inference, fp32 in and out; keeps the packed weights alone.
+    """``nn.Linear`` for inference, any dtype in and the same out; keeps the packed weights alone.
 
     Args:
         weight: ``[out,in]``, with ``can_pack(weight)``.
         bias: ``[out]`` or None.
     """
 
-    input_dtype = torch.float32
+    _packed: Any
+    _bias: torch.Tensor | None
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
+        self.input_dtype = weight.dtype  # of the activations that reach it
+        self._bias = None if bias is None else bias.detach()
+        self._packed = self._pack(weight.detach())
+
+    def _pack(self, weight: torch.Tensor) -> Any:
+        raise NotImplementedError
 
     @staticmethod
     def can_pack(weight: torch.Tensor) -> bool:
@@ -52,6 +58,16 @@ class PackedLinear(nn.Module):
         """A copy of the weights, for code that inspects a layer's dtype, device or shape."""
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the weights as they were before packing."""
+        state = self.__dict__.copy()
+        state["_packed"] = self.weight
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._packed = self._pack(state["_packed"])
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}"
 
@@ -59,10 +75,8 @@ class PackedLinear(nn.Module):
 class OneDNNLinear(PackedLinear):
     """Computes in the weights' dtype."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        super().__init__(weight, bias)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TIMED_ROWS)
-        self._bias = None if bias is None else bias.detach()
+    def _pack(self, weight: torch.Tensor) -> Any:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, _TIMED_ROWS)
 
     @staticmethod
     def can_pack(weight: torch.Tensor) -> bool:
@@ -75,8 +89,8 @@ class OneDNNLinear(PackedLinear):
         return True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(self.dtype)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "").float()  # type: ignore[no-any-return]
+        narrow = x.to(self.dtype)
+        return torch.ops.mkldnn._linear_pointwise(narrow, self._packed, self._bias, "none", [], "").to(x.dtype)  # type: ignore[no-any-return]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -86,11 +100,9 @@ class OneDNNLinear(PackedLinear):
 class FbgemmLinear(PackedLinear):
     """Computes in fp32; the weights must be exact in fp16."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        super().__init__(weight, bias)
-        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(
-            weight.detach().float(), None if bias is None else bias.detach().float()
-        )
+    def _pack(self, weight: torch.Tensor) -> Any:
+        bias = None if self._bias is None else self._bias.float()
+        return torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
 
     @staticmethod
     def can_pack(weight: torch.Tensor) -> bool:
@@ -110,7 +122,7 @@ class FbgemmLinear(PackedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() == 1:
             return self.forward(x[None])[0]
-        return torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)  # type: ignore[no-any-return]
+        return torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed).to(x.dtype)  # type: ignore[no-any-return]
 
     @property
     def weight(self) -> torch.Tensor:

@@ -29,6 +29,7 @@ from specdec_triton.fusion.siblings import FusedPart, fuse_siblings
 from specdec_triton.observe import Observation, observe
 
 _PROBE_TOKENS = 5
+_RELOAD = "load the model again and use it without optimize()"
 
 
 def optimize(model: Any) -> Any:
@@ -76,13 +77,16 @@ def optimize(model: Any) -> Any:
     _pack(model, packing, pages)
     if packing is not None:
         _widen(model)
-    with torch.inference_mode():
-        after = model(input_ids=tokens, use_cache=False).logits
-    before = short_pass.logits
-    distance = float((after - before).float().abs().max() / before.float().abs().max())
+    try:
+        with torch.inference_mode():
+            after = model(input_ids=tokens, use_cache=False).logits
+        before = short_pass.logits
+        distance = float((after - before).float().abs().max() / before.float().abs().max())
+    except Exception as error:
+        raise UnsupportedModelError(f"optimize() broke {type(model).__name__} ({error}); {_RELOAD}") from error
     if not distance < (1e-4 if before.dtype == torch.float32 else 0.1):
         raise UnsupportedModelError(
-            f"optimize() changed the logits of {type(model).__name__} by {distance:.2g} of their size; use it unoptimized"
+            f"optimize() changed the logits of {type(model).__name__} by {distance:.2g} of their size; {_RELOAD}"
         )
     model._specdec_optimized = True
     return model
@@ -176,11 +180,23 @@ class WideEmbedding(nn.Module):
 
 
 def _widen(model: Any) -> None:
-    """Let fp32 activations enter the model, and keep the small parameters that would narrow them in fp32."""
-    model.set_input_embeddings(WideEmbedding(model.get_input_embeddings()))
+    """Let fp32 activations enter a half-precision model: the CPU's small operations (norms, rotary embedding, residuals)
+    are faster in fp32, and rounded less. Only if nothing is left that computes in half precision.
+    """
+    norms = [module for module in model.modules() if isinstance(module, (FusedRMSNorm, nn.LayerNorm))]
+    others = (module for module in model.modules() if module not in norms and not isinstance(module, nn.Embedding))
+    left = (weight for module in others for weight in module._parameters.values() if weight is not None)
+    if any(weight.dtype != torch.float32 for weight in left):
+        return
+    embedding = model.get_input_embeddings()
+    if embedding.weight.dtype == torch.float32 or not isinstance(embedding, nn.Embedding):
+        return
+    model.set_input_embeddings(WideEmbedding(embedding))
+    for norm in norms:
+        norm.float()
     for module in model.modules():
-        if isinstance(module, (FusedRMSNorm, nn.LayerNorm)):
-            module.float()
+        if isinstance(module, PackedLinear):
+            module.input_dtype = torch.float32
 
 
 def _has_hooks(module: nn.Module) -> bool:

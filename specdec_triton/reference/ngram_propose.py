@@ -27,9 +27,7 @@ def ngram_propose(
     # length[b, i]: how many tokens before and at i equal the tail, counted up to max_ngram.
     length = torch.zeros(batch, capacity, dtype=torch.long, device=device)
     run = (end < last).expand(batch, capacity)
-    for back in range(max_ngram):
-        if capacity == 0:
-            break
+    for back in range(min(max_ngram, capacity)):
         tail = tokens.gather(1, (last - back).clamp(min=0))
         shifted = tokens.roll(back, dims=1)
         run = run & (end >= back) & (last - back >= 0) & (shifted == tail)

@@ -129,9 +129,10 @@ def load(cache: torch.Tensor, factor: torch.Tensor | None, out: torch.Tensor, re
             tokens = flat[start : start + count]
         else:
             tokens = cache[pages].flatten(0, 1)[skip : skip + count]
-        out[b, :, first:end].copy_(tokens.transpose(0, 1))
-    if factor is not None:
-        out *= factor[:, None, None]
+        target = out[b, :, first:end]
+        target.copy_(tokens.transpose(0, 1))
+        if factor is not None:
+            target *= factor[:, None, None]
 
 
 def gather(

@@ -51,6 +51,8 @@ def verify_attention(
     start = torch.zeros_like(context) if sliding_window is None else context - sliding_window
     length = -(-block_table.shape[1] * page_size // KEY_TILE) * KEY_TILE
     end = torch.where(lens > 0, context + lens, 0)
+    if length == 0:
+        return torch.zeros_like(q)
     keys = gather(k_cache, k_scale, block_table, start, end, length)
     values = gather(v_cache, v_scale, block_table, start, end, length)
     bias, idle = _bias(context, lens, count, q_heads // k_cache.shape[2], 0, length, sliding_window, tree_mask)
@@ -76,10 +78,11 @@ def attend_planned(
         return torch.zeros_like(q)
     q_heads, (kv_heads, dim) = q.shape[2], k_cache.shape[2:]
 
+    @torch.inference_mode(False)  # what is made in inference mode could not be written outside it
     def make() -> _Operands:
         context, lens = torch.tensor(plan.contexts), torch.tensor(plan.counts)
         bias, idle = _bias(context, lens, plan.count, q_heads // kv_heads, begin, length, sliding_window, None)
-        keys, values = torch.zeros(2, len(plan.contexts), kv_heads, length, dim)
+        keys, values = torch.zeros(2, len(plan.contexts), kv_heads, length, dim, dtype=torch.float32)
         return _Operands(q, keys, values, bias, idle)
 
     # All layers of the pass write the same parts of the operands, so the zeros beside them stay.
@@ -113,7 +116,7 @@ class _Operands:
         kv_heads, length = keys.shape[1:3]
         self.shape = (batch, count, kv_heads, q_heads // kv_heads, dim)
         self.keys, self.values, self.idle = keys, values, idle
-        rows = torch.zeros(batch, kv_heads, bias.shape[1], dim, device=q.device)
+        rows = torch.zeros(batch, kv_heads, bias.shape[1], dim, dtype=torch.float32, device=q.device)
         self.rows = rows.flatten(0, 1)
         self.query = rows[:, :, : count * self.shape[3]].unflatten(2, (count, -1))
         if batch > 1:
@@ -211,7 +214,7 @@ def _bias(
     if window is not None:
         sees = sees & (key > (context[:, None] + depth)[..., None] - window)
     idle = ~sees.any(-1)
-    bias = torch.zeros(sees.shape, device=device).masked_fill_(~(sees | idle[..., None]), NEG_INF)
+    bias = torch.zeros(sees.shape, dtype=torch.float32, device=device).masked_fill_(~(sees | idle[..., None]), NEG_INF)
     bias = torch.nn.functional.pad(bias.repeat_interleave(group, 1), (0, 0, 0, -count * group % ROW_TILE))
     if device.type == "cpu" and not bool(idle.any()):
         return bias, None
