@@ -23,7 +23,8 @@ from torch import nn
 _TOLERANCE = 2.0**-24  # of the largest weight: below the rounding of one fp32 addition
 _TIMED_ROWS = 4
 _TIMED_OUTPUTS = 4096  # at most so many outputs of a layer are timed
-_FASTER = 0.9  # a packing must save at least a tenth to be worth giving up the original weights
+_WORTH = 0.9  # a packing must save at least a tenth to be worth giving up the original weights
+_WORTH_PADDING = 0.6  # and FBGEMM, which may need up to twice the memory, much more than that
 
 
 class PackedLinear(nn.Module):
@@ -130,20 +131,20 @@ class FbgemmLinear(PackedLinear):
 
 
 def best_packing(layers: Iterable[nn.Linear]) -> type[PackedLinear] | None:
-    """The packing that runs ``layers`` fastest at a verify pass's few rows; None if none saves a tenth.
+    """The packing that runs ``layers`` fastest at a verify pass's few rows; None if none is worth it.
 
     One layer of each shape is timed, or a part of it, and counts as often as the shape occurs.
     """
     shapes: dict[tuple[torch.dtype, torch.Size], list[nn.Linear]] = {}
     for layer in layers:
         shapes.setdefault((layer.weight.dtype, layer.weight.shape), []).append(layer)
-    best, packing = _FASTER * sum(_seconds(same[0], nn.Linear) * len(same) for same in shapes.values()), None
-    for candidate in (OneDNNLinear, FbgemmLinear):
+    best, packing = sum(_seconds(same[0], nn.Linear) * len(same) for same in shapes.values()), None
+    for candidate, worth in ((OneDNNLinear, _WORTH), (FbgemmLinear, _WORTH_PADDING)):
         if not shapes or not all(candidate.can_pack(same[0].weight[:_TIMED_OUTPUTS]) for same in shapes.values()):
             continue
         seconds = sum(_seconds(same[0], candidate) * len(same) for same in shapes.values())
-        if seconds < best:
-            best, packing = _FASTER * seconds, candidate  # the later one may pad
+        if seconds < worth * best:
+            best, packing = seconds, candidate
     return packing
 
 
