@@ -8,7 +8,7 @@ cost almost K+1 times as much as one. Two libraries inside PyTorch read packed w
 * FBGEMM (Khudia et al. 2021) takes fp16 weights and fp32 activations on any AVX2 machine, but pads the input width to a
   multiple of 512.
 
-:func:`best_packing` times them on the machine at hand.
+:func:`best_packing` chooses; it times what it chose against the layers as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ _TOLERANCE = 2.0**-24  # of the largest weight: below the rounding of one fp32 a
 _TIMED_ROWS = 4
 _TIMED_OUTPUTS = 4096  # at most so many outputs of a layer are timed
 _WORTH = 0.9  # a packing must save at least a tenth to be worth giving up the original weights
-_WORTH_PADDING = 0.6  # and FBGEMM, which may need up to twice the memory, much more than that
 
 
 class PackedLinear(nn.Module):
@@ -83,6 +82,8 @@ class OneDNNLinear(PackedLinear):
     def can_pack(weight: torch.Tensor) -> bool:
         if weight.device.type != "cpu" or weight.dim() != 2 or not torch.backends.mkldnn.is_available():
             return False
+        if weight.dtype == torch.bfloat16 and not _computes_in_bf16():
+            return False
         try:
             torch.ops.mkldnn._reorder_linear_weight(weight.new_zeros(16, 16), _TIMED_ROWS)
         except (AttributeError, RuntimeError):
@@ -130,22 +131,26 @@ class FbgemmLinear(PackedLinear):
         return torch.ops.quantized.linear_unpack_fp16(self._packed)[0].to(self.dtype)  # type: ignore[no-any-return]
 
 
+def _computes_in_bf16() -> bool:
+    """Whether the CPU has bf16 arithmetic; without it oneDNN converts, slowly."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in names)
+
+
 def best_packing(layers: Iterable[nn.Linear]) -> type[PackedLinear] | None:
-    """The packing that runs ``layers`` fastest at a verify pass's few rows; None if none is worth it.
+    """The first packing that can hold ``layers``, if it saves a tenth of their time at a verify pass's few rows, else None.
 
     One layer of each shape is timed, or a part of it, and counts as often as the shape occurs.
     """
     shapes: dict[tuple[torch.dtype, torch.Size], list[nn.Linear]] = {}
     for layer in layers:
         shapes.setdefault((layer.weight.dtype, layer.weight.shape), []).append(layer)
-    best, packing = sum(_seconds(same[0], nn.Linear) * len(same) for same in shapes.values()), None
-    for candidate, worth in ((OneDNNLinear, _WORTH), (FbgemmLinear, _WORTH_PADDING)):
-        if not shapes or not all(candidate.can_pack(same[0].weight[:_TIMED_OUTPUTS]) for same in shapes.values()):
-            continue
-        seconds = sum(_seconds(same[0], candidate) * len(same) for same in shapes.values())
-        if seconds < worth * best:
-            best, packing = seconds, candidate
-    return packing
+    for packing in (OneDNNLinear, FbgemmLinear):
+        if shapes and all(packing.can_pack(same[0].weight[:_TIMED_OUTPUTS]) for same in shapes.values()):
+            pairs = [(_seconds(same[0], packing), _seconds(same[0], nn.Linear), len(same)) for same in shapes.values()]
+            packed, native = (sum(pair[i] * pair[2] for pair in pairs) for i in (0, 1))
+            return packing if packed < _WORTH * native else None
+    return None
 
 
 def _seconds(layer: nn.Linear, kind: Callable[..., nn.Module]) -> float:
@@ -159,7 +164,7 @@ def _seconds(layer: nn.Linear, kind: Callable[..., nn.Module]) -> float:
     x = torch.randn(_TIMED_ROWS, weight.shape[1], dtype=weight.dtype)
     best = float("inf")
     with torch.inference_mode():
-        for _ in range(5):
+        for _ in range(9):
             start = time.perf_counter()
             timed(x)
             best = min(best, time.perf_counter() - start)
