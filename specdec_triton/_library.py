@@ -14,6 +14,8 @@ from functools import cache
 
 import torch
 
+from specdec_triton.errors import BackendUnavailableError
+
 BACKENDS = ("triton", "torch")
 _library = torch.library.Library("specdec", "DEF")
 
@@ -23,7 +25,7 @@ def resolve_backend(backend: str | None, op: str, tensor: torch.Tensor) -> str:
 
     Raises:
         ValueError: an unknown name.
-        RuntimeError: Triton was asked for by name and cannot run here; it never falls back silently.
+        BackendUnavailableError: Triton was asked for by name and cannot run here; it never falls back silently.
     """
     source = "backend" if backend is not None else "SPECDEC_BACKEND"
     requested = backend if backend is not None else os.environ.get("SPECDEC_BACKEND") or None
@@ -33,7 +35,7 @@ def resolve_backend(backend: str | None, op: str, tensor: torch.Tensor) -> str:
     if requested not in BACKENDS:
         raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {requested!r}")
     if requested == "triton" and (reason := why_not_triton(op, tensor.device.type)) is not None:
-        raise RuntimeError(f"{source}='triton' cannot run {op} on {tensor.device}: {reason}")
+        raise BackendUnavailableError(f"{source}='triton' cannot run {op} on {tensor.device}: {reason}")
     return requested
 
 

@@ -11,5 +11,9 @@ class ModelNotFoundError(ValueError):
     """No model of that name can be loaded."""
 
 
+class BackendUnavailableError(RuntimeError):
+    """A backend that was asked for by name cannot run here; it is never replaced silently."""
+
+
 class OutOfPagesError(RuntimeError):
     """The KV page pool is too small for the request. Raised before any page is written."""

@@ -565,3 +565,13 @@ def test_doctor_names_problems(capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert found["ops"]["sample"]["backend"] is None
     assert "SPECDEC_BACKEND" in found["problems"][0]
+
+
+def test_a_backend_that_cannot_run_is_a_users_mistake(monkeypatch, command):
+    """Exit status 2, the reason, no traceback."""
+    monkeypatch.setenv("SPECDEC_BACKEND", "triton")
+    monkeypatch.setattr("specdec_triton._library.why_not_triton", lambda op, device: "it is not installed")
+    status, _, err = command("words", "a")
+    assert status == 2
+    assert "SPECDEC_BACKEND='triton' cannot run" in err
+    assert "Traceback" not in err

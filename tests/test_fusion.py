@@ -237,6 +237,33 @@ def test_weights_that_fp16_cannot_hold_are_not_packed_as_fp16() -> None:
     assert not FbgemmLinear.can_pack(torch.zeros(4, 8, dtype=torch.bfloat16))
 
 
+def test_packing_is_a_rule_and_not_a_measurement() -> None:
+    """The packings round differently: a busy machine must not change a text."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layers = [nn.Linear(64, 32, dtype=dtype), nn.Linear(32, 64, dtype=dtype)]
+        fits = [p for p in (OneDNNLinear, FbgemmLinear) if all(p.can_pack(layer.weight) for layer in layers)]
+        assert {best_packing(layers) for _ in range(5)} == {fits[0] if fits else None}
+
+
+def test_an_optimized_model_can_be_neither_saved_nor_cast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rewrite, "best_packing", lambda layers: OneDNNLinear)
+    model = optimize(toy("Llama", {}))
+    want = logits(model)
+    assert torch.equal(logits(model.cpu().float().eval()), want)
+    for save in (model.state_dict, lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(RuntimeError, match="save it before optimize"):
+            save()
+    for kind in (torch.float64, torch.bfloat16, "meta"):
+        with pytest.raises(RuntimeError, match="neither cast nor moved"):
+            optimize(toy("Llama", {})).to(kind)
+
+
+@pytest.mark.parametrize("wrong", ["smollm2", None, nn.Linear(2, 2)], ids=["str", "None", "module"])
+def test_optimize_takes_a_model(wrong: object) -> None:
+    with pytest.raises(ValueError, match=f"takes a transformers model, got {type(wrong).__name__}"):
+        optimize(wrong)
+
+
 def test_packing_is_chosen_among_those_that_hold_the_weights() -> None:
     assert best_packing([]) is None
     assert best_packing([nn.Linear(8, 8, device="meta")]) is None

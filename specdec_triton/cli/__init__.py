@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from specdec_triton import __version__
 from specdec_triton.cli import doctor, generate
 from specdec_triton.cli.common import PROGRAM, HelpFormatter, Parser, UsageError, note, one_line, warn
-from specdec_triton.errors import ModelNotFoundError, UnsupportedModelError
+from specdec_triton.errors import BackendUnavailableError, ModelNotFoundError, UnsupportedModelError
 
 __all__ = ["main"]
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (None: the process's own) and return the exit status."""
     try:
         return _run(argv)
-    except (UsageError, ModelNotFoundError, UnsupportedModelError) as error:
+    except (UsageError, ModelNotFoundError, UnsupportedModelError, BackendUnavailableError) as error:
         return _fail(str(error), 2)
     except KeyboardInterrupt:
         note(f"{PROGRAM}: interrupted")

@@ -8,12 +8,11 @@ cost almost K+1 times as much as one. Two libraries inside PyTorch read packed w
 * FBGEMM (Khudia et al. 2021) takes fp16 weights and fp32 activations on any AVX2 machine, but pads the input width to a
   multiple of 512.
 
-:func:`best_packing` chooses; it times what it chose against the layers as they are.
+Both beat the plain layer wherever they can be used (:func:`best_packing`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,9 +20,8 @@ import torch
 from torch import nn
 
 _TOLERANCE = 2.0**-24  # of the largest weight: below the rounding of one fp32 addition
-_TIMED_ROWS = 4
-_TIMED_OUTPUTS = 4096  # at most so many outputs of a layer are timed
-_WORTH = 0.9  # a packing must save at least a tenth to be worth giving up the original weights
+_ROWS = 4  # oneDNN lays weights out for this many
+_CHECKED_OUTPUTS = 4096  # of a layer, when a packing is chosen; each layer is checked whole when it is packed
 
 
 class PackedLinear(nn.Module):
@@ -68,6 +66,17 @@ class PackedLinear(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._packed = self._pack(state["_packed"])
 
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("an optimized model cannot be saved: its weights are packed; save it before optimize()")
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
+        moved = fn(torch.empty(0, dtype=self.dtype))
+        if moved.dtype != self.dtype or moved.device.type != "cpu":
+            raise RuntimeError(
+                "an optimized model can be neither cast nor moved: load it again, and do that before optimize()"
+            )
+        return self
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}"
 
@@ -76,7 +85,7 @@ class OneDNNLinear(PackedLinear):
     """Computes in the weights' dtype."""
 
     def _pack(self, weight: torch.Tensor) -> Any:
-        return torch.ops.mkldnn._reorder_linear_weight(weight, _TIMED_ROWS)
+        return torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
 
     @staticmethod
     def can_pack(weight: torch.Tensor) -> bool:
@@ -85,7 +94,7 @@ class OneDNNLinear(PackedLinear):
         if weight.dtype == torch.bfloat16 and not _computes_in_bf16():
             return False
         try:
-            torch.ops.mkldnn._reorder_linear_weight(weight.new_zeros(16, 16), _TIMED_ROWS)
+            torch.ops.mkldnn._reorder_linear_weight(weight.new_zeros(16, 16), _ROWS)
         except (AttributeError, RuntimeError):
             return False  # not in this build, or not this dtype on this CPU
         return True
@@ -138,34 +147,13 @@ def _computes_in_bf16() -> bool:
 
 
 def best_packing(layers: Iterable[nn.Linear]) -> type[PackedLinear] | None:
-    """The first packing that can hold ``layers``, if it saves a tenth of their time at a verify pass's few rows, else None.
+    """The first packing that can hold ``layers``, or None.
 
-    One layer of each shape is timed, or a part of it, and counts as often as the shape occurs.
+    A rule, not a measurement: the packings round differently, and a model must not write another text because the machine
+    was busy while it was loaded.
     """
-    shapes: dict[tuple[torch.dtype, torch.Size], list[nn.Linear]] = {}
-    for layer in layers:
-        shapes.setdefault((layer.weight.dtype, layer.weight.shape), []).append(layer)
+    same_shape = {(layer.weight.dtype, layer.weight.shape): layer.weight for layer in layers}.values()
     for packing in (OneDNNLinear, FbgemmLinear):
-        if shapes and all(packing.can_pack(same[0].weight[:_TIMED_OUTPUTS]) for same in shapes.values()):
-            pairs = [(_seconds(same[0], packing), _seconds(same[0], nn.Linear), len(same)) for same in shapes.values()]
-            packed, native = (sum(pair[i] * pair[2] for pair in pairs) for i in (0, 1))
-            return packing if packed < _WORTH * native else None
+        if same_shape and all(packing.can_pack(weight[:_CHECKED_OUTPUTS]) for weight in same_shape):
+            return packing
     return None
-
-
-def _seconds(layer: nn.Linear, kind: Callable[..., nn.Module]) -> float:
-    """Of one call of the whole layer."""
-    weight = layer.weight.detach()[:_TIMED_OUTPUTS]
-    if kind is nn.Linear:
-        timed: nn.Module = nn.Linear(1, 1, bias=False, device="meta")
-        timed.weight = nn.Parameter(weight, requires_grad=False)
-    else:
-        timed = kind(weight)
-    x = torch.randn(_TIMED_ROWS, weight.shape[1], dtype=weight.dtype)
-    best = float("inf")
-    with torch.inference_mode():
-        for _ in range(9):
-            start = time.perf_counter()
-            timed(x)
-            best = min(best, time.perf_counter() - start)
-    return best * layer.out_features / len(weight)

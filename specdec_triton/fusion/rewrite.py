@@ -26,7 +26,7 @@ from specdec_triton.fusion.decoder_layer import RopeTables, fused_decoder_layer,
 from specdec_triton.fusion.norms import FusedRMSNorm, fused_norm
 from specdec_triton.fusion.packed_linear import PackedLinear, best_packing
 from specdec_triton.fusion.siblings import FusedPart, fuse_siblings
-from specdec_triton.observe import Observation, observe
+from specdec_triton.observe import Observation, has_dropout, observe
 
 _PROBE_TOKENS = 5
 _RELOAD = "load the model again and use it without optimize()"
@@ -38,17 +38,23 @@ def optimize(model: Any) -> Any:
     Args:
         model: a transformers causal language model in evaluation mode.
 
-    Afterwards the module is for inference: packed weights are not parameters any more, so it can be neither trained nor
-    saved. ``forward`` and ``generate`` work as before. Calling it twice does nothing more.
+    Afterwards the module is for inference: packed weights are not parameters any more, so it can be neither trained, saved,
+    cast nor moved. ``forward`` and ``generate`` work as before, up to rounding: in half precision a text can part ways
+    with the original's where two tokens are nearly equally likely. Calling it twice does nothing more.
 
     Raises:
-        UnsupportedModelError: the rewritten model's logits differ from the original's by more than rounding.
+        UnsupportedModelError: not a transformers model in evaluation mode; or the rewritten model's logits differ from the
+            original's by more than rounding.
 
     Example:
         >>> model = optimize(AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct"))
     """
+    if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
+        raise UnsupportedModelError(f"optimize() takes a transformers model, got {type(model).__name__}")
     if getattr(model, "_specdec_optimized", False):
         return model
+    if model.training and has_dropout(model):
+        raise UnsupportedModelError(f"{type(model).__name__} is in training mode, with dropout: call model.eval()")
     vocab_size = model.config.get_text_config().vocab_size
     tokens = (torch.arange(1, _PROBE_TOKENS + 1, device=model.device)[None] * 7919) % vocab_size
     try:
