@@ -56,6 +56,10 @@ class PackedLinear(nn.Module):
         """A copy of the weights, for code that inspects a layer's dtype, device or shape."""
         raise NotImplementedError
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self._bias
+
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the weights as they were before packing."""
         state = self.__dict__.copy()
