@@ -66,7 +66,7 @@ def optimize(model: Any) -> Any:
         if not _has_hooks(module) and (norm := fused_norm(module)) is not None:
             setattr(parent, name, norm)
     packing = best_packing(module for _, _, module in _children(model) if _is_plain_linear(module))
-    pages, rope = CheckpointPages(model), RopeTables()
+    pages, rope = CheckpointPages(), RopeTables()
     for parent, name, module in _children(model):
         layer = getattr(getattr(module, "self_attn", None), "layer_idx", None)
         if observation is None or layer is None or module not in short_pass.arguments or _has_hooks(module):
