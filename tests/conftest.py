@@ -19,6 +19,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         runs = why_not_triton(getattr(metafunc.module, "OP", "none"), "cpu") is None
+        runs = runs and metafunc.definition.get_closest_marker("torch_only") is None
         metafunc.parametrize("backend", ["torch", "triton"] if runs else ["torch"])
 
 

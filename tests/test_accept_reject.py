@@ -168,6 +168,7 @@ def test_equal_distributions_accept_everything(backend):
         assert set(result.num_accepted.tolist()) == {3}
 
 
+@pytest.mark.torch_only
 def test_zero_residual(backend):
     """faults.md B9: p = q leaves no residual, neither as one point nor when a draft_lse that is too small lets q
     exceed p everywhere, so that drafts are rejected: then p itself is drawn from."""

@@ -64,6 +64,7 @@ TIES = {
 }
 
 
+@pytest.mark.torch_only
 @pytest.mark.parametrize(("logits", "params", "kept"), TIES.values(), ids=TIES)
 def test_ties_at_a_boundary_are_all_kept(logits, params, kept, backend):
     rows = 4000 if backend == "torch" else 100
