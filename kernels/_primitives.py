@@ -10,6 +10,7 @@ import triton.language as tl
 INTERPRETING: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NEG_INF: tl.constexpr = tl.constexpr(float("-inf"))
+PAD: tl.constexpr = tl.constexpr(-1)  # where there is no token
 
 # How the bytes of an fp8 (e4m3) cache become numbers.
 KV_PLAIN: tl.constexpr = tl.constexpr(0)  # not fp8: stored in the query's dtype

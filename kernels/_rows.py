@@ -17,9 +17,6 @@ from specdec_triton.kernels._primitives import NEG_INF, STREAM_COUPLED, gumbel, 
 
 SPLIT_V = 8192  # tokens of a split
 BLOCK_V = 1024
-
-
-_LOWEST = -2147483648
 _RUNTIME = ["vocab", "rows", "extra", "node"]
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from specdec_triton.kernels._config import on_device
 from specdec_triton.kernels._primitives import (
     NEG_INF,
+    PAD,
     STREAM_ACCEPT,
     STREAM_BONUS,
     STREAM_COUPLED,
@@ -30,8 +31,6 @@ from specdec_triton.kernels._primitives import (
 )
 from specdec_triton.kernels._rows import BLOCK_V, SPLIT_V, row_cut, row_stats
 from specdec_triton.kernels.sample import merge_sums, merge_winners
-
-PAD: tl.constexpr = tl.constexpr(-1)
 
 
 @triton.jit
@@ -59,6 +58,29 @@ def _is_bad(peak, step, length):
     return tl.max(bad.to(tl.int32), 0) > 0
 
 
+@triton.jit
+def _request(
+    draft_tokens_ptr,
+    draft_lens_ptr,
+    b,
+    k,
+    splits,
+    stride_drafts,
+    BLOCK_T: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+):
+    """Draft length, steps, splits, where a row's split has its statistics, which of them there are, and the drafts."""
+    length = k
+    if HAS_LENS:
+        length = tl.load(draft_lens_ptr + b)
+    step, part = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S)
+    at = (b * (k + 1) + step)[:, None] * splits + part[None, :]
+    mask = (step <= length)[:, None] & (part < splits)[None, :]
+    drafts = tl.load(draft_tokens_ptr + b * stride_drafts + step, mask=step < k, other=PAD)
+    return length, step, part, at, mask, drafts
+
+
 @triton.jit(do_not_specialize=["k", "vocab", "splits", "stride_drafts"])
 def _keep_winners_kernel(
     tokens_ptr,  # int64 [B,K+1]
@@ -78,15 +100,11 @@ def _keep_winners_kernel(
     HAS_LENS: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    length = k
-    if HAS_LENS:
-        length = tl.load(draft_lens_ptr + b)
-    step, split = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S)
-    at = (b * (k + 1) + step)[:, None] * splits + split[None, :]
-    mask = (step <= length)[:, None] & (split < splits)[None, :]
+    length, step, _, at, mask, drafts = _request(
+        draft_tokens_ptr, draft_lens_ptr, b, k, splits, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
+    )
     _, peak = merge_sums(stats_ptr, at, mask)
     winner = merge_winners(best_ptr, best_id_ptr, at, mask).to(tl.int64)
-    drafts = tl.load(draft_tokens_ptr + b * stride_drafts + step, mask=step < k, other=PAD)
     usable = _draft_length(drafts, step, k, length, vocab)
     accepted = tl.min(tl.where((step < usable) & (drafts == winner), k, step), 0)
     last = tl.sum(tl.where(step == accepted, winner, 0), 0)
@@ -136,14 +154,10 @@ def _race_kernel(
     split, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + b)
     seed, position = tl.load(seed_ptr + b), tl.load(position_ptr + b)
-    length = k
-    if HAS_LENS:
-        length = tl.load(draft_lens_ptr + b)
-    step, part = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S)
-    at = (b * (k + 1) + step)[:, None] * splits + part[None, :]
-    mask = (step <= length)[:, None] & (part < splits)[None, :]
+    length, step, _, at, mask, drafts = _request(
+        draft_tokens_ptr, draft_lens_ptr, b, k, splits, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
+    )
     lse, _ = merge_sums(stats_ptr, at, mask)
-    drafts = tl.load(draft_tokens_ptr + b * stride_drafts + step, mask=step < k, other=PAD)
     usable = _draft_length(drafts, step, k, length, vocab)
     drafted = step < usable
 
@@ -244,12 +258,9 @@ def _pick_kernel(
     HAS_LENS: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    length = k
-    if HAS_LENS:
-        length = tl.load(draft_lens_ptr + b)
-    step, part = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S)
-    at = (b * (k + 1) + step)[:, None] * splits + part[None, :]
-    mask = (step <= length)[:, None] & (part < splits)[None, :]
+    length, step, part, at, mask, drafts = _request(
+        draft_tokens_ptr, draft_lens_ptr, b, k, splits, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
+    )
     _, peak = merge_sums(stats_ptr, at, mask)
     accepted, rejected = tl.load(decision_ptr + b * 2), tl.load(decision_ptr + b * 2 + 1) > 0
     if tl.load(temperature_ptr + b) <= 0:
@@ -261,7 +272,6 @@ def _pick_kernel(
         residual_best = tl.max(tl.load(race_ptr + race, mask=part < splits, other=NEG_INF), 0)
         race += tl.where(rejected & (residual_best > NEG_INF), 0, 1)
         last = merge_winners(race_ptr, race_id_ptr, race, part < splits)
-    drafts = tl.load(draft_tokens_ptr + b * stride_drafts + step, mask=step < k, other=PAD)
     bad = _is_bad(peak, step, length)
     _emit(tokens_ptr, num_accepted_ptr, status_ptr, b, step, k, drafts, accepted, last.to(tl.int64), bad)
 
@@ -303,6 +313,7 @@ def accept_reject(
         target = row_stats(target_logits, temperature, cut, draft_lens, 1, seed, position, 0, stream)
         splits = target[1].shape[-1]
         block_s = triton.next_power_of_2(splits)
+        merge_warps = 4 if block_t * block_s > 512 else 1  # one warp would spill on the tile of a long draft
         if method != "rejection":
             _keep_winners_kernel[(batch,)](
                 *results,
@@ -316,7 +327,7 @@ def accept_reject(
                 BLOCK_T=block_t,
                 BLOCK_S=block_s,
                 HAS_LENS=draft_lens is not None,
-                num_warps=1,
+                num_warps=merge_warps,
             )
             return results
         has_draft = draft_logits is not None and k > 0
@@ -377,7 +388,7 @@ def accept_reject(
             BLOCK_T=block_t,
             BLOCK_S=block_s,
             HAS_LENS=draft_lens is not None,
-            num_warps=1,
+            num_warps=merge_warps,
         )
     return results
 

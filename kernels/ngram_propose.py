@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from specdec_triton.kernels._config import on_device
+from specdec_triton.kernels._primitives import PAD
 
 _BLOCK = 1024
-PAD = tl.constexpr(-1)
 
 
 @triton.jit(do_not_specialize=["k", "min_ngram", "stride_batch"])

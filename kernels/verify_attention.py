@@ -25,6 +25,9 @@ import triton.language as tl
 
 from specdec_triton.kernels._config import attention_config, fp8_mode, on_device
 from specdec_triton.kernels._primitives import (
+    KV_FP8_BYTES,
+    KV_FP8_NATIVE,
+    KV_PLAIN,
     LOG2_E,
     NEG_INF,
     key_offset,
@@ -291,7 +294,7 @@ def verify_attention(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             PAGE_SIZE=page_size,
-            KV={"plain": 0, "native": 1, "bytes": 2}[kv],
+            KV={"plain": KV_PLAIN, "native": KV_FP8_NATIVE, "bytes": KV_FP8_BYTES}[kv].value,
             HAS_SOFTCAP=softcap is not None,
             HAS_SCALES=k_scale is not None,
             num_warps=config.num_warps,
