@@ -1,4 +1,4 @@
-"""Launch configurations: tables and pure functions from shapes and the chip to tile sizes, warps and stages.
+"""Launch configurations: a table of chips, and pure functions from shapes and a chip to tile sizes, warps and stages.
 
 Nothing here depends on lengths, T or B: a row's bits must not. ``specdec-triton audit`` shows that what is chosen fits every
 chip without spills.
@@ -7,10 +7,56 @@ chip without spills.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import torch
+
+
+class Chip(NamedTuple):
+    """A GPU as launchers and audit see it. SM: streaming multiprocessor, AMD's compute unit. Memory in bytes.
+
+    Attributes:
+        product: whose number of SMs and bandwidth these are.
+        shared_memory: the most that one block may have. registers_per_sm: of 32 bits.
+        native_e4m3: whether an instruction converts OCP e4m3 (gfx942's own format is another one).
+        bandwidth: of the memory, GB/s.
+    """
+
+    arch: str
+    product: str
+    backend: str
+    warp_size: int
+    shared_memory: int
+    shared_memory_per_sm: int
+    registers_per_sm: int
+    warps_per_sm: int
+    blocks_per_sm: int
+    native_e4m3: bool
+    num_sms: int
+    bandwidth: int
+
+
+_KIB = 1024
+CHIPS = {
+    chip.arch: chip
+    for chip in (
+        Chip("sm_80", "A100 SXM 80 GB", "cuda", 32, 163 * _KIB, 164 * _KIB, 65536, 64, 32, False, 108, 2039),
+        Chip("sm_86", "RTX 3090", "cuda", 32, 99 * _KIB, 100 * _KIB, 65536, 48, 16, False, 82, 936),
+        Chip("sm_89", "L40S", "cuda", 32, 99 * _KIB, 100 * _KIB, 65536, 48, 24, True, 142, 864),
+        Chip("sm_90", "H100 SXM", "cuda", 32, 227 * _KIB, 228 * _KIB, 65536, 64, 32, True, 132, 3350),
+        Chip("sm_100", "B200", "cuda", 32, 227 * _KIB, 228 * _KIB, 65536, 64, 32, True, 148, 8000),
+        Chip("sm_120", "RTX 5090", "cuda", 32, 99 * _KIB, 100 * _KIB, 65536, 48, 24, True, 170, 1792),
+        Chip("gfx942", "MI300X", "hip", 64, 64 * _KIB, 64 * _KIB, 131072, 32, 32, False, 304, 5300),
+        Chip("gfx950", "MI355X", "hip", 64, 160 * _KIB, 160 * _KIB, 131072, 32, 32, True, 256, 8000),
+    )
+}
+# Its programs are slow to start and its memory is the host's.
+INTERPRETER = Chip("interpreter", "CPU", "interpreter", 1, 1 << 40, 1 << 40, 1 << 40, 1, 1, False, 1, 10)
+
+_pretended: Chip | None = None
 
 
 class AttentionConfig(NamedTuple):
@@ -37,29 +83,68 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def attention_config(dim: int, group: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> AttentionConfig:
-    """For head size D, group G = Hq / Hkv and the query's dtype."""
+def chip_of(device: torch.device) -> Chip:
+    """The chip that a launch on the device is configured for."""
+    if _pretended is not None:
+        return _pretended
+    if device.type != "cuda":
+        return INTERPRETER
+    return _chip_of_gpu(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@contextmanager
+def pretend(chip: Chip) -> Iterator[None]:
+    """Configure all launches for this chip, whatever the tensors' device: the audit launches on the meta device."""
+    global _pretended
+    before, _pretended = _pretended, chip
+    try:
+        yield
+    finally:
+        _pretended = before
+
+
+@cache
+def _chip_of_gpu(index: int) -> Chip:
+    if torch.version.hip:
+        return nearest_chip(torch.cuda.get_device_properties(index).gcnArchName.split(":")[0])
+    major, minor = torch.cuda.get_device_capability(index)
+    return nearest_chip(f"sm_{major}{minor}")
+
+
+def nearest_chip(arch: str) -> Chip:
+    """The table's chip, or for others the latest one before it: what fits that one fits its successors mostly.
+
+    ``sm_121`` -> sm_120, ``sm_103`` -> sm_100, ``sm_87`` -> sm_86, ``sm_75`` -> sm_86 and any other gfx -> gfx942, the tightest.
+    """
+    if arch in CHIPS:
+        return CHIPS[arch]
+    if arch.startswith("gfx"):
+        return CHIPS["gfx942"]
+    earlier = [chip for chip in CHIPS.values() if chip.backend == "cuda" and _number(chip.arch) <= _number(arch)]
+    return max(earlier, key=lambda chip: _number(chip.arch), default=CHIPS["sm_86"])
+
+
+def _number(arch: str) -> int:
+    return int(arch.removeprefix("sm_"))
+
+
+def attention_config(dim: int, group: int, kv_heads: int, dtype: torch.dtype, chip: Chip) -> AttentionConfig:
+    """For head size D, group G = Hq / Hkv and the query's dtype. All but stages and warps must not depend on the chip's load."""
     wide = dim > 128
     rows = _power_of_two(group * _ROWS_EXPECTED)
     block_m = min(max(rows, 16), 32 if wide else 64)
     block_n = 32 if wide or dtype == torch.float32 else 64
     num_splits = min(max(_power_of_two(128 // kv_heads), 16), 64)
-    stages = 1 if torch.version.hip else 2
-    merge_rows = 1
-    if interpreting():
-        merge_rows = 64
+    stages = 2 if chip.backend == "cuda" else 1
+    merge_rows = 64 if chip is INTERPRETER else 1
     return AttentionConfig(block_m, block_n, 256, num_splits, 4, stages, merge_rows)
 
 
-def fp8_mode(dtype: torch.dtype, device: torch.device) -> str:
+def fp8_mode(dtype: torch.dtype, chip: Chip) -> str:
     """How a cache of this dtype is read: ``plain``, or fp8 by the chip's conversion (``native``) or from ``bytes``."""
     if dtype != torch.float8_e4m3fn:
         return "plain"
-    if device.type == "cpu":
-        return "bytes"
-    if torch.version.hip:
-        return "native" if "gfx95" in torch.cuda.get_device_properties(device).gcnArchName else "bytes"
-    return "native" if torch.cuda.get_device_capability(device) >= (8, 9) else "bytes"
+    return "native" if chip.native_e4m3 else "bytes"
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:

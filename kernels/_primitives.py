@@ -72,9 +72,10 @@ def encode_e4m3(x):
 @triton.jit
 def load_kv(pointers, mask, dtype: tl.constexpr, KV: tl.constexpr):
     """Stored keys or values in the dtype of the query; 0 where masked."""
-    x = tl.load(pointers, mask=mask, other=0)
     if KV == KV_FP8_BYTES:
-        x = decode_e4m3(x)
+        x = decode_e4m3(tl.load(pointers, mask=mask, other=0))
+    else:
+        x = tl.load(pointers, mask=mask, other=0.0)
     return x.to(dtype)
 
 
@@ -83,6 +84,17 @@ def key_offset(table_ptr, position, mask, stride_page, stride_slot, PAGE_SIZE: t
     """int64 offset in a cache of the token (or tokens) at ``position`` of the request whose table row is given."""
     page = tl.load(table_ptr + position // PAGE_SIZE, mask=mask, other=0).to(tl.int64)
     return page * stride_page + (position % PAGE_SIZE).to(tl.int64) * stride_slot
+
+
+@triton.jit
+def head_tile(block, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Block ``block`` of a token's ``[Hkv,D]`` row: int64 heads ``[HEADS,1]``, lanes ``[1,BLOCK_D]``, which of them exist.
+
+    Rows of a tile, not one flat range: the lanes of a head are contiguous in memory, the heads need not be.
+    """
+    head = (block * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+    lane = tl.arange(0, BLOCK_D)[None, :]
+    return head, lane, (head < KV_HEADS) & (lane < HEAD_DIM)
 
 
 @triton.jit
@@ -141,14 +153,13 @@ def uniform(seed, position, node, stream: tl.constexpr):
 
 
 @triton.jit
-def gumbel(seed, position, node, stream, first, BLOCK: tl.constexpr):
-    """Standard Gumbel noise of the tokens ``first .. first + BLOCK - 1``; ``first`` is a multiple of 4.
+def gumbel_of(seed, position, node, stream, quad):
+    """Standard Gumbel noise ``[..., 4n]`` of the tokens 4 quad .. 4 quad + 3, for ``quad [..., n]``.
 
     -log of an exponential number, which is -log1p(-u): winners lie near u = 0, where u is finely resolved.
     """
-    group = first // 4 + tl.arange(0, BLOCK // 4)
-    zero = group * 0
-    w0, w1, w2, w3 = tl.philox(seed, group, zero + position.to(tl.int32), zero + node, zero + stream)
+    zero = quad * 0
+    w0, w1, w2, w3 = tl.philox(seed, quad, zero + position.to(tl.int32), zero + node, zero + stream)
     u = to_uniform(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
     rest = 1.0 - u
     # log1p by log: the factor undoes the rounding of 1 - u.
@@ -157,7 +168,18 @@ def gumbel(seed, position, node, stream, first, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def scaled_logits(x, temperature):
-    """Logits over the temperature in fp32; temperature 0 (greedy) counts as 1, tiny ones as 1e-5."""
-    divisor = tl.where(temperature <= 0, 1.0, tl.maximum(temperature, 1e-5))
-    return tl.div_rn(widen(x).to(tl.float32), divisor)
+def gumbel(seed, position, node, stream, first, BLOCK: tl.constexpr):
+    """The noise of the tokens ``first .. first + BLOCK - 1``; ``first`` is a multiple of 4."""
+    return gumbel_of(seed, position, node, stream, first // 4 + tl.arange(0, BLOCK // 4))
+
+
+@triton.jit
+def inverse_of(temperature):
+    """1 / temperature; temperature 0 (greedy) counts as 1, tiny ones as 1e-5."""
+    return tl.div_rn(1.0, tl.where(temperature <= 0, 1.0, tl.maximum(temperature, 1e-5)))
+
+
+@triton.jit
+def scaled_logits(x, inverse):
+    """Logits over the temperature, in fp32."""
+    return widen(x).to(tl.float32) * inverse

@@ -16,7 +16,7 @@ from specdec_triton.kernels._primitives import PAD
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["k", "min_ngram", "stride_batch"])
+@triton.jit(do_not_specialize=["k", "min_ngram", "max_ngram", "stride_batch"])
 def _ngram_propose_kernel(
     draft_tokens_ptr,  # int64 [B,k]
     draft_lens_ptr,  # int32 [B]
@@ -24,9 +24,9 @@ def _ngram_propose_kernel(
     lens_ptr,  # int32 [B]
     k,
     min_ngram,
+    max_ngram,
     stride_batch,
     stride_token,
-    MAX_NGRAM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -38,7 +38,7 @@ def _ngram_propose_kernel(
         end = start + tl.arange(0, BLOCK)
         run = end < length - 1
         matched = tl.zeros([BLOCK], tl.int64)
-        for back in range(MAX_NGRAM):
+        for back in range(max_ngram):
             inside = run & (end >= back)  # so the tail reaches back as far
             tail = tl.load(text + tl.maximum(length - 1 - back, 0) * stride_token)
             run = inside & (tl.load(text + (end - back) * stride_token, mask=inside, other=0) == tail)
@@ -70,9 +70,9 @@ def ngram_propose(
             lens,
             k,
             min_ngram,
+            min(max_ngram, max(capacity, 1)),
             tokens.stride(0),
             tokens.stride(1),
-            MAX_NGRAM=min(max_ngram, max(capacity, 1)),
             BLOCK=_BLOCK,
             BLOCK_K=triton.next_power_of_2(max(k, 1)),
             num_warps=4,

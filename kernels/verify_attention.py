@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import attention_config, fp8_mode, on_device
+from specdec_triton.kernels._config import attention_config, chip_of, fp8_mode, on_device
 from specdec_triton.kernels._primitives import (
     KV_FP8_BYTES,
     KV_FP8_NATIVE,
@@ -40,7 +40,8 @@ from specdec_triton.kernels._primitives import (
     widen,
 )
 
-_RUNTIME = ["count", "heads", "sliding_window", "stride_q_batch", "stride_q_step", "stride_table", "stride_mask"]
+# The other strides are multiples of D, whatever T and B are, and 16 bytes can be loaded at once where Triton knows that.
+_RUNTIME = ["count", "heads", "sliding_window", "stride_table", "stride_mask"]
 
 
 @triton.jit
@@ -251,8 +252,9 @@ def verify_attention(
     if out.numel() == 0:
         return out
     group = heads // kv_heads
-    config = attention_config(dim, group, kv_heads, q.dtype, q.device)
-    kv = fp8_mode(k_cache.dtype, q.device)
+    chip = chip_of(q.device)
+    config = attention_config(dim, group, kv_heads, q.dtype, chip)
+    kv = fp8_mode(k_cache.dtype, chip)
     block_table = block_table.contiguous()
     if kv == "bytes":
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)

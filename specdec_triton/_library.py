@@ -52,7 +52,7 @@ def why_not_triton(op: str, device_type: str) -> str | None:
 
 
 @cache
-def _implementation(op: str, backend: str) -> Callable:
+def implementation(op: str, backend: str) -> Callable:
     package = "kernels" if backend == "triton" else "reference"
     return getattr(importlib.import_module(f"specdec_triton.{package}.{op}"), op)
 
@@ -66,7 +66,7 @@ def register(schema: str, fake: Callable) -> Callable:
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
     def run(*args: object) -> object:
-        return _implementation(name, str(args[-1]))(*args[:-1])
+        return implementation(name, str(args[-1]))(*args[:-1])
 
     for key in ("CPU", "CUDA", "XPU"):
         _library.impl(name, run, key)

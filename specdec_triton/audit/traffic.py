@@ -1,0 +1,94 @@
+"""Bytes that one call of an op moves, by our kernels' plan, and the fewest that any plan could.
+
+Counting rule. *Floor*: every input element that the result depends on is read once and every output element is written once;
+nothing else moves. *Moved*: what each kernel loads and stores, each tile's loads counted once for each program that makes
+them, intermediate results counted when written and again when read. A tile is counted without the lanes that its mask
+switches off. Block tables, lengths, per-request parameters and scales are left out of both: they are well below 1%. Caches
+are taken to hold nothing between programs, so moved is an upper bound for what reaches the memory.
+
+A predicted time is moved bytes over the chip's bandwidth. It is a prediction for long calls, not a measurement.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FP32 = 4
+
+
+class Traffic(NamedTuple):
+    moved: int
+    floor: int
+
+
+class AttentionShape(NamedTuple):
+    """What ``verify_attention`` moves depends on. ``itemsize`` of q and out, ``kv_itemsize`` of the cache; window 0: none."""
+
+    batch: int
+    steps: int
+    context: int
+    heads: int
+    kv_heads: int
+    dim: int
+    itemsize: int
+    kv_itemsize: int
+    window: int
+    block_m: int
+    split_size: int
+    num_splits: int
+
+
+def attention(s: AttentionShape) -> Traffic:
+    """Keys and values once for each row tile; each used split's fp32 sums (and two statistics) written once, read once."""
+    start = max(s.context - s.window + 1, 0) if s.window else 0
+    seen = s.context + s.steps - start
+    rows = s.steps * (s.heads // s.kv_heads)
+    tiles = -(-rows // s.block_m)
+    kv = 2 * s.batch * s.kv_heads * seen * s.dim * s.kv_itemsize
+    query = s.batch * s.steps * s.heads * s.dim * s.itemsize
+    chunks = -(-(s.context + s.steps) // s.split_size) - start // s.split_size
+    used = min(chunks, s.num_splits)
+    partial = s.batch * s.steps * s.heads * used * (s.dim + 2) * FP32
+    return Traffic(moved=tiles * kv + used * query + 2 * partial + query, floor=kv + 2 * query)
+
+
+def append_kv(batch: int, steps: int, kv_heads: int, dim: int, itemsize: int, kv_itemsize: int) -> Traffic:
+    """One read and one write of every element: the floor."""
+    elements = 2 * batch * steps * kv_heads * dim
+    return Traffic(*[elements * (itemsize + kv_itemsize)] * 2)
+
+
+def copy_rows(batch: int, rows: int, kv_heads: int, dim: int, kv_itemsize: int) -> Traffic:
+    """``compact_kv``: the rows of an accepted path, read and written: the floor."""
+    return Traffic(*[4 * batch * rows * kv_heads * dim * kv_itemsize] * 2)
+
+
+def sample(batch: int, vocab: int, itemsize: int, filter_passes: int) -> Traffic:
+    """The row once, and once more for every pass that looks for the filters' cut."""
+    row = batch * vocab * itemsize
+    return Traffic(moved=row * (1 + filter_passes), floor=row)
+
+
+def accept_reject(
+    batch: int, k: int, vocab: int, itemsize: int, *, draws_from_residual: bool, has_draft: bool, has_lse: bool
+) -> Traffic:
+    """Every target row once; where the residual is drawn from, one target row and, with draft logits, its draft row again.
+
+    Without ``draft_lse`` the draft rows are read for it, which belongs to the floor too. The floor has no second reading.
+    """
+    row = batch * vocab * itemsize
+    floor = row * (k + 1)
+    if has_draft:
+        floor += row if has_lse else row * k
+    moved = floor
+    if draws_from_residual:
+        moved += row
+        if has_draft and not has_lse:
+            moved += row
+    return Traffic(moved, floor)
+
+
+def ngram_propose(batch: int, length: int, max_ngram: int) -> Traffic:
+    """The text once for every token of the longest n-gram; floor: once."""
+    text = batch * length * 8
+    return Traffic(moved=text * max_ngram, floor=text)
