@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,6 +191,50 @@ def far_cache() -> torch.Tensor:
 
 def _int32(values: Sequence[int]) -> torch.Tensor:
     return torch.tensor(list(values), dtype=torch.int32)
+
+
+# Reads and writes out of bounds.
+
+_BAND = 64  # elements before and after a guarded tensor
+
+
+def guarded(x: torch.Tensor, *, padding: int = 0) -> torch.Tensor:
+    """A copy of x in the middle of a larger storage, its rows ``padding`` elements apart.
+
+    Everything around it is a guard: NaN, in integers a large number. See :func:`assert_guards`.
+    """
+    row = x.shape[-1] + (padding if x.dim() > 1 else 0)
+    count = math.prod(x.shape[:-1]) * row
+    storage = torch.full(((count + 2 * _BAND) * x.element_size(),), _guard(x), dtype=torch.uint8, device=x.device)
+    inner = storage.view(x.dtype)[_BAND : _BAND + count].view(*x.shape[:-1], row)[..., : x.shape[-1]]
+    return inner.copy_(x)
+
+
+def assert_guards(*tensors: torch.Tensor) -> None:
+    """Nothing was written around tensors that :func:`guarded` made."""
+    for x in tensors:
+        storage = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+        outside = torch.ones(len(storage) // x.element_size(), dtype=torch.bool, device=x.device)
+        outside.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(False)
+        broken = outside & (storage.view(len(outside), -1) != _guard(x)).any(1)
+        at = (broken.nonzero().flatten() - int(x.storage_offset())).tolist()
+        assert not at, f"written outside a tensor of shape {list(x.shape)}, at elements {at[:8]} from its first"
+
+
+def _guard(x: torch.Tensor) -> int:
+    """The byte of which guards consist. As a float it is a NaN that no arithmetic gives."""
+    return 0xFF if x.is_floating_point() else 0x7F
+
+
+@contextmanager
+def poisoned_outputs() -> Iterator[None]:
+    """Inside, memory that is allocated without a value holds NaN, in integers the largest: what is never written shows."""
+    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
 
 
 # Distributions.

@@ -6,7 +6,9 @@ for ``backend`` runs on PyTorch, and on Triton where the op that its module name
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +16,31 @@ import torch
 from specdec_triton._library import why_not_triton
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # The same examples in every run: a suite that fails now and then is one that nobody believes.
+    settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=25)
+    settings.load_profile("suite")
+
+
+def _in_a_large_frame(call: Callable[[], object]) -> object:
+    return call()
+
+
+# CPython keeps frames in chunks of 16 KB, and gives the next chunk back to the system whenever a call at the edge of one
+# returns. A loop that happens to run there spends four fifths of its time on that (3.8 million mmaps in one test). A frame
+# that needs half a megabyte comes with a chunk that has room for all that follow.
+_in_a_large_frame.__code__ = _in_a_large_frame.__code__.replace(co_stacksize=1 << 16)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    _in_a_large_frame(lambda: pyfuncitem.obj(**arguments))
+    return True
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
