@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,19 @@ def check_positive(name: str, value: Any) -> None:
         require(ok, name, "None (off) or a finite number above 0", value)
 
 
+def check_caches(k_cache: Any, v_cache: Any) -> None:
+    check_tensor("k_cache", k_cache, (None, None, None, None))
+    check_tensor("v_cache", v_cache, tuple(k_cache.shape), k_cache)
+    require(v_cache.dtype == k_cache.dtype, "v_cache", f"of k_cache's dtype {k_cache.dtype}", v_cache.dtype)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dtype != torch.float8_e4m3fn:
+            check_floating(name, cache)
+        unit = cache.shape[-1] <= 1 or cache.stride(-1) == 1
+        require(unit, name, "of stride 1 in its last dimension", list(cache.stride()))
+        require(cache.shape[3] >= 1, name, "of head size at least 1", list(cache.shape))
+        require(cache.shape[1] >= 1, name, "of page size at least 1", list(cache.shape))
+
+
 def check_pages(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -70,16 +84,7 @@ def check_pages(
 
     On the CPU, where values are at hand, lengths and the page ids that will be used are checked too.
     """
-    check_tensor("k_cache", k_cache, (None, None, None, None))
-    check_tensor("v_cache", v_cache, tuple(k_cache.shape), k_cache)
-    require(v_cache.dtype == k_cache.dtype, "v_cache", f"of k_cache's dtype {k_cache.dtype}", v_cache.dtype)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dtype != torch.float8_e4m3fn:
-            check_floating(name, cache)
-        unit = cache.shape[-1] <= 1 or cache.stride(-1) == 1
-        require(unit, name, "of stride 1 in its last dimension", list(cache.stride()))
-        require(cache.shape[3] >= 1, name, "of head size at least 1", list(cache.shape))
-        require(cache.shape[1] >= 1, name, "of page size at least 1", list(cache.shape))
+    check_caches(k_cache, v_cache)
     table = integers("block_table", block_table, (batch, None), k_cache, torch.int32)
     context = integers("context_lens", context_lens, (batch,), k_cache, torch.int32)
     lens = None
@@ -100,12 +105,44 @@ def check_pages(
 def _check_page_values(
     cache: torch.Tensor, table: torch.Tensor, context: torch.Tensor, lens: torch.Tensor | None, count: int
 ) -> None:
-    pages, page_size = cache.shape[:2]
+    page_size = cache.shape[1]
     counts = [count] * len(context) if lens is None else lens.tolist()
     for b, (start, n) in enumerate(zip(context.tolist(), counts, strict=True)):
         require(start >= 0, f"context_lens[{b}]", "at least 0", start)
         require(0 <= n <= count, f"query_lens[{b}]", f"from 0 to T = {count}", n)
-        needed = -(-(start + n) // page_size) if n else 0
-        require(needed <= table.shape[1], "block_table", f"at least {needed} wide for request {b}", table.shape[1])
-        for index, page in enumerate(table[b, :needed].tolist()):
-            require(0 <= page < pages, f"block_table[{b},{index}]", f"a page from 0 to {pages - 1}", page)
+        _check_table(cache, table, b, range(-(-(start + n) // page_size) if n else 0))
+
+
+def _check_table(cache: torch.Tensor, table: torch.Tensor, b: int, used: Sequence[int]) -> None:
+    """The entries that request b uses, in increasing order."""
+    needed = used[-1] + 1 if used else 0
+    require(needed <= table.shape[1], "block_table", f"at least {needed} wide for request {b}", table.shape[1])
+    row = table[b].tolist()
+    for index in used:
+        page = row[index]
+        require(0 <= page < len(cache), f"block_table[{b},{index}]", f"a page from 0 to {len(cache) - 1}", page)
+
+
+def check_path(
+    k_cache: torch.Tensor, block_table: Any, context_lens: Any, path: Any, path_lens: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What ``compact_kv`` takes besides the caches, as int32; on the CPU the values that will be used are checked too."""
+    check_tensor("path", path, (None, None))
+    batch, nodes = path.shape
+    path = integers("path", path, (batch, nodes), k_cache, torch.int32)
+    table = integers("block_table", block_table, (batch, None), k_cache, torch.int32)
+    context = integers("context_lens", context_lens, (batch,), k_cache, torch.int32)
+    lens = None if path_lens is None else integers("path_lens", path_lens, (batch,), k_cache, torch.int32)
+    if k_cache.device.type != "cpu":
+        return table, context, path, lens
+    counts = ((path >= 0).int().cumprod(1).sum(1) if lens is None else lens).tolist()
+    for b, (start, n, row) in enumerate(zip(context.tolist(), counts, path.tolist(), strict=True)):
+        require(start >= 0, f"context_lens[{b}]", "at least 0", start)
+        require(0 <= n <= nodes, f"path_lens[{b}]", f"from 0 to N = {nodes}", n)
+        for i, node in enumerate(row[:n]):
+            low = row[i - 1] + 1 if i else 0
+            allowed = f"a node from {low} to {nodes - 1} (a path increases)"
+            require(low <= node < nodes, f"path[{b},{i}]", allowed, node)
+        positions = (start + x for x in {*range(n), *row[:n]})
+        _check_table(k_cache, table, b, sorted({position // k_cache.shape[1] for position in positions}))
+    return table, context, path, lens

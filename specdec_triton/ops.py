@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 
 from specdec_triton._checks import (
+    check_caches,
     check_floating,
     check_integer,
     check_pages,
+    check_path,
     check_positive,
     check_tensor,
     integers,
@@ -31,6 +33,7 @@ __all__ = [
     "SamplingBatch",
     "accept_reject",
     "append_kv",
+    "compact_kv",
     "ngram_propose",
     "sample",
     "verify_attention",
@@ -59,6 +62,11 @@ _PARAMS = (
 _append_kv = register(
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, Tensor context_lens,"
     " Tensor? query_lens, Tensor? k_scale, Tensor? v_scale, str backend) -> ()",
+    fake=lambda *args: None,
+)
+_compact_kv = register(
+    "compact_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, Tensor context_lens, Tensor path,"
+    " Tensor? path_lens, str backend) -> ()",
     fake=lambda *args: None,
 )
 _verify_attention = register(
@@ -139,6 +147,48 @@ def append_kv(
     )
     chosen = resolve_backend(backend, "append_kv", k)
     _append_kv(k, v, k_cache, v_cache, table, context, lens, k_scale, v_scale, chosen)
+
+
+def compact_kv(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    path: torch.Tensor,
+    path_lens: torch.Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Move an accepted path's keys and values to where a chain's would lie, in place.
+
+    Node j of request b's tree lies at position ``context_lens[b] + j``. Afterwards position ``context_lens[b] + i`` holds
+    what position ``context_lens[b] + path[b, i]`` held, for each i below the path's length; nothing else changes.
+
+    There is no race: a path increases from parent to child, so ``path[i] >= i``, and moving in the order of i never reads
+    what has been written; in the kernel one program owns a lane of all of a request's rows.
+
+    Args:
+        k_cache, v_cache: ``[P,S,Hkv,D]`` of any dtype the ops know; fp8 needs no scales, bytes are moved.
+        block_table: int32 ``[B,max_pages]``; entries of pages without a position of the path are not read.
+        context_lens: int32 ``[B]``, tokens in the cache before the tree.
+        path: int32 ``[B,N]``, node indices from the root on as ``accept_tree`` gives them: increasing, padded with -1.
+        path_lens: int32 ``[B]``, entries of each path in use (None: those before the first negative one). 0: nothing moves.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; on the CPU also a path that does not increase, or a node, a
+            length or a page id out of range.
+
+    Source: Miao et al. 2023 (SpecInfer's token tree).
+
+    Example:
+        >>> cache = torch.tensor([5.0, 0.0, 1.0, 2.0]).view(2, 2, 1, 1)  # one token of context, then nodes 0, 1, 2
+        >>> compact_kv(cache, cache.clone(), torch.tensor([[0, 1]]), torch.tensor([1]), torch.tensor([[0, 2, -1]]))
+        >>> cache.flatten().tolist()
+        [5.0, 0.0, 2.0, 2.0]
+    """
+    check_caches(k_cache, v_cache)
+    checked = check_path(k_cache, block_table, context_lens, path, path_lens)
+    _compact_kv(k_cache, v_cache, *checked, resolve_backend(backend, "compact_kv", k_cache))
 
 
 def verify_attention(

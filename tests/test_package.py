@@ -16,7 +16,7 @@ import specdec_triton
 from specdec_triton import SamplingParams, _library, ops
 from specdec_triton.testing import batch_of, paged_case
 
-OPS = ["append_kv", "verify_attention", "accept_reject", "sample", "ngram_propose"]
+OPS = ["append_kv", "compact_kv", "verify_attention", "accept_reject", "sample", "ngram_propose"]
 
 
 def python(code, **env):
@@ -106,6 +106,7 @@ def calls():
     logits, params = torch.zeros(1, 3, 5), batch_of(1)
     return {
         "append_kv": lambda **b: ops.append_kv(k, k, *case.args[1:], **b),
+        "compact_kv": lambda **b: ops.compact_kv(*case.args[1:5], torch.tensor([[0, 1]]), **b),
         "verify_attention": lambda **b: ops.verify_attention(*case.args, **b),
         "accept_reject": lambda **b: ops.accept_reject(
             torch.tensor([[1, 2]]), logits, params=params, method="greedy", **b

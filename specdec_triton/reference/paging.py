@@ -160,3 +160,17 @@ def locate(
     index = torch.where(valid, position // page_size, 0)
     page = torch.where(valid, block_table.gather(1, index).long(), 0)
     return page, torch.where(valid, position % page_size, 0)
+
+
+def scatter(
+    cache: torch.Tensor, rows: torch.Tensor, page: torch.Tensor, slot: torch.Tensor, valid: torch.Tensor
+) -> None:
+    """``cache[page, slot] = rows`` ``[B,N,Hkv,D]`` where ``valid`` ``[B,N]``, without a host read.
+
+    Where it is not valid, the first valid row is written once more; if there is none, what lies at page 0, slot 0.
+    """
+    valid = valid.flatten()
+    first = valid.int().argmax()
+    row = torch.where(valid, torch.arange(len(valid), device=valid.device), first)
+    page, slot = page.flatten()[row], slot.flatten()[row]
+    cache[page, slot] = torch.where(valid[first], rows.flatten(0, 1)[row], cache[page, slot])
