@@ -146,3 +146,22 @@ def check_path(
         positions = (start + x for x in {*range(n), *row[:n]})
         _check_table(k_cache, table, b, sorted({position // k_cache.shape[1] for position in positions}))
     return table, context, path, lens
+
+
+def check_rotary(cos: Any, sin: Any, interleaved: Any, k: torch.Tensor) -> None:
+    """Both or neither; ``[B,T,R]`` or ``[1,T,R]`` with R even and at most D."""
+    require(isinstance(interleaved, bool), "interleaved", "a bool", repr(interleaved))
+    if cos is None and sin is None:
+        return
+    require(cos is not None, "cos", "given together with sin", None)
+    require(sin is not None, "sin", "given together with cos", None)
+    batch, count, _, dim = k.shape
+    for name, x in (("cos", cos), ("sin", sin)):
+        check_tensor(name, x, (None, count, None), k)
+        require(x.shape[0] in (1, batch), name, f"of batch size 1 or {batch}", x.shape[0])
+        rotary = x.shape[2]
+        require(2 <= rotary <= dim and rotary % 2 == 0, name, f"of an even size from 2 to D = {dim}", rotary)
+        allowed = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        require(x.dtype in allowed, name, "float64, float32, float16 or bfloat16", x.dtype)
+        require(x.stride(2) == 1, name, "of stride 1 in its last dimension", list(x.stride()))
+    require(sin.shape[2] == cos.shape[2], "sin", f"of cos's size {cos.shape[2]}", sin.shape[2])

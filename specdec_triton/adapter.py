@@ -87,7 +87,10 @@ def paged_attention(
         append_planned(k, v, k_cache, v_cache, p.plan)
         out = attend_planned(q, k_cache, v_cache, p.plan, scale, sliding_window, softcap, sinks)
     else:
-        _append_kv(k, v, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, p.backend[0])
+        _append_kv(
+            k, v, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, None, None, False,
+            p.backend[0],
+        )  # fmt: skip
         out = _verify_attention(
             q, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, scale, None, sliding_window, softcap,
             sinks, None, None, p.backend[1],

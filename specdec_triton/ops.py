@@ -19,6 +19,7 @@ from specdec_triton._checks import (
     check_pages,
     check_path,
     check_positive,
+    check_rotary,
     check_tensor,
     integers,
     require,
@@ -61,7 +62,8 @@ _PARAMS = (
 
 _append_kv = register(
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, Tensor context_lens,"
-    " Tensor? query_lens, Tensor? k_scale, Tensor? v_scale, str backend) -> ()",
+    " Tensor? query_lens, Tensor? k_scale, Tensor? v_scale, Tensor? cos, Tensor? sin, bool interleaved, str backend)"
+    " -> ()",
     fake=lambda *args: None,
 )
 _compact_kv = register(
@@ -111,9 +113,16 @@ def append_kv(
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = False,
     backend: str | None = None,
 ) -> None:
     """Write new keys and values into the pages: position ``context_lens[b] + t`` of request b, in place.
+
+    With ``cos`` and ``sin`` the keys' first R lanes are rotated on the way (rotary position embedding): lane i becomes
+    ``k[i] cos[i] - k[j] sin[i]`` where i is the first lane of its pair and j the second, ``k[i] cos[i] + k[j] sin[i]`` where i
+    is the second and j the first. That is computed in fp32 and rounded once, to the cache's dtype.
 
     Args:
         k, v: ``[B,T,Hkv,D]``.
@@ -122,9 +131,15 @@ def append_kv(
         context_lens: int32 ``[B]``, tokens already in the cache.
         query_lens: int32 ``[B]``, new tokens of each request (None: T). Nothing is written past it.
         k_scale, v_scale: float32 ``[Hkv]``, required with an fp8 cache.
+        cos, sin: ``[B,T,R]`` or ``[1,T,R]`` of any floating dtype, R even and at most D; both or neither. A factor for each
+            lane, as transformers' rotary modules give them (GLM's, Helium's and Ernie's only once their models'
+            ``apply_rotary_pos_emb`` has repeated the first half: ``cos[..., :R // 2].repeat_interleave(2, -1)``).
+        interleaved: pairs are the lanes (2i, 2i + 1) (Cohere, GLM), not (i, i + R / 2) (Llama, GPT-NeoX).
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; on the CPU also a length or a page id out of range.
+
+    Source: Kwon et al. 2023 (paged KV cache); Su et al. 2021 (rotary embedding).
 
     Example:
         >>> k = torch.ones(1, 2, 1, 4)
@@ -145,8 +160,11 @@ def append_kv(
     table, context, lens = check_pages(
         k_cache, v_cache, block_table, context_lens, query_lens, k_scale, v_scale, batch, count
     )
+    check_rotary(cos, sin, interleaved, k)
     chosen = resolve_backend(backend, "append_kv", k)
-    _append_kv(k, v, k_cache, v_cache, table, context, lens, k_scale, v_scale, chosen)
+    _append_kv(
+        k, v, k_cache, v_cache, table, context, lens, k_scale, v_scale, cos, sin, interleaved, chosen
+    )  # fmt: skip
 
 
 def compact_kv(

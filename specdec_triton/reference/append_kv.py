@@ -1,10 +1,10 @@
-"""``append_kv``: write the new tokens' keys and values into the pages of their requests."""
+"""``append_kv``: write the new tokens' keys, rotated if asked, and values into the pages of their requests."""
 
 from __future__ import annotations
 
 import torch
 
-from specdec_triton.reference.paging import Plan, locate, make_plan
+from specdec_triton.reference.paging import Plan, locate, make_plan, scatter
 
 
 def append_kv(
@@ -17,29 +17,45 @@ def append_kv(
     query_lens: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
 ) -> None:
     """In place; see ``specdec_triton.ops.append_kv``."""
     count, page_size = k.shape[1], k_cache.shape[1]
+    if cos is not None and sin is not None:
+        k = _rotated(k, cos, sin, interleaved)
     if k_scale is not None:
         k = k / k_scale[:, None]
     if v_scale is not None:
         v = v / v_scale[:, None]
     if k.device.type == "cpu":
         append_planned(k, v, k_cache, v_cache, make_plan(block_table, context_lens, query_lens, count, page_size))
+    else:
+        append_on_device(k, v, k_cache, v_cache, block_table, context_lens, query_lens)
+
+
+def append_on_device(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_lens: torch.Tensor | None,
+) -> None:
+    """The path without host reads; rows past query_lens are not written."""
+    if 0 in (k.numel(), k_cache.numel(), block_table.numel()):
         return
-    step = torch.arange(count, device=k.device)
+    step = torch.arange(k.shape[1], device=k.device)
     position = context_lens.long()[:, None] + step
     valid = torch.ones_like(position, dtype=torch.bool) if query_lens is None else step < query_lens[:, None]
-    page, slot = locate(block_table, position, valid, page_size)
-    # A row past query_lens must not write. It repeats its request's row 0 instead, or what lies there if it has none.
-    if query_lens is not None:
-        page, slot = (torch.where(valid, x, x[:, :1]) for x in (page, slot))
+    place = locate(block_table, position, valid, k_cache.shape[1])
     for x, cache in ((k, k_cache), (v, v_cache)):
-        new = _stored(x, cache)
-        if query_lens is not None:
-            anchor = torch.where(valid[:, :1, None, None], new[:, :1], cache[page[:, :1], slot[:, :1]])
-            new = torch.where(valid[..., None, None], new, anchor)
-        cache[page, slot] = new
+        rows = _stored(x, cache)
+        if cache.dtype.itemsize == 1:
+            rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)
+        scatter(cache, rows, *place, valid)
 
 
 def append_planned(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan) -> None:
@@ -56,3 +72,16 @@ def _stored(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         limit = torch.finfo(cache.dtype).max
         x = x.float().clamp(-limit, limit)
     return x.to(cache.dtype)
+
+
+def _rotated(k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """fp32 ``[B,T,Hkv,D]``: the lanes that cos and sin cover turned, the others as they are."""
+    rotary = cos.shape[-1]
+    x = k[..., :rotary].float()
+    if interleaved:
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = x.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    x = x * cos[:, :, None].float() + turned * sin[:, :, None].float()
+    return torch.cat((x, k[..., rotary:].float()), -1)
