@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from specdec_triton import ops
+from specdec_triton._library import why_not_triton
+from specdec_triton.interpreter import counted
 from specdec_triton.reference.append_kv import append_on_device
 from specdec_triton.testing import FAR_PAGE, FP8, GARBAGE, NAN, SENTINEL, far_cache
 
@@ -100,11 +102,8 @@ def test_strided_inputs(backend):
     wide = torch.full((table.shape[0] * 2, table.shape[1] * 2), -1, dtype=torch.int32)
     wide[::2, ::2] = table
     context, lens = torch.stack([context, lens], 1).unbind(1)
-    for keys, values in (
-        (both[:, :, 0], both[:, :, 1]),
-        (caches[0].clone(), both[:, :, 1]),
-        (both[:, :, 0], caches[1]),
-    ):
+    k_cache, v_cache = both.unbind(2)
+    for keys, values in ((k_cache, v_cache), (caches[0], v_cache), (k_cache, caches[1])):
         keys.fill_(SENTINEL)
         values.fill_(SENTINEL)
         ops.append_kv(k, v, keys, values, wide[::2, ::2], context, lens, backend=backend)
@@ -203,11 +202,10 @@ def test_rotates_keys(case, rotary, dtype, interleaved, backend):
     """The keys' first R lanes turn; the other lanes and v are stored as they are, and nothing else is written."""
     k, v, caches, table, context, lens, scales = problem(*case, dtype)
     cos, sin = factors(k, rotary, k.dtype)
+    turns = {"cos": cos, "sin": sin, "interleaved": interleaved}
     plain = expected(k, v, caches, table, context, lens, scales)
     before = caches[0].clone()
-    ops.append_kv(
-        k, v, *caches, table, context, lens, **scales, cos=cos, sin=sin, interleaved=interleaved, backend=backend
-    )
+    ops.append_kv(k, v, *caches, table, context, lens, **scales, **turns, backend=backend)
     assert same_bytes(caches[1], plain[1])
     assert same_bytes(caches[0][..., rotary:].contiguous(), plain[0][..., rotary:].contiguous())
     scale = scales.get("k_scale")
@@ -219,6 +217,23 @@ def test_rotates_keys(case, rotary, dtype, interleaved, backend):
     if lens is not None:
         truth[torch.arange(k.shape[1]) >= lens[:, None]] = 0
     assert (got - truth).abs().max() <= 2 * (torchs - truth).abs().max()
+
+
+@pytest.mark.skipif(why_not_triton(OP, "cpu") is not None, reason="counts what the kernel reads")
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(("case", "rotary"), ROTARY.values(), ids=ROTARY)
+def test_reads_and_writes_once(case, rotary, interleaved):
+    """Keys and values in use once, but for the partners of halves, which are near; nothing outside the arguments."""
+    k, v, caches, table, context, lens, _ = problem(*case, torch.bfloat16)
+    turns = dict(zip(("cos", "sin"), factors(k, rotary, k.dtype), strict=True), interleaved=interleaved)
+    with counted() as traffic:
+        ops.append_kv(k, v, *caches, table, context, lens, **turns, backend="triton")
+    mine = traffic["_append_kv_kernel"]
+    rows = (k.shape[0] * k.shape[1] if lens is None else int(lens.sum())) * k.shape[2] * 2
+    size = rows * k.shape[3]
+    assert mine.distinct("k_ptr") == mine.loaded["v_ptr"] == size
+    assert mine.loaded["k_ptr"] == size + (0 if interleaved else rows * rotary)
+    assert mine.stored == {"k_cache_ptr": size, "v_cache_ptr": size}
 
 
 # transformers' model type: its class prefix, settings, R of D = 64, interleaved

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from specdec_triton import ops
+from specdec_triton._library import why_not_triton
+from specdec_triton.interpreter import counted
 from specdec_triton.testing import FAR_PAGE, FP8, GARBAGE, NAN, far_cache
 
 OP = "compact_kv"
@@ -96,6 +98,19 @@ def test_random_trees(backend):
         want = expected(caches, table, contexts, paths)
         ops.compact_kv(*caches, table, context, path, backend=backend)
         assert all(torch.equal(raw(cache), new) for cache, new in zip(caches, want, strict=True)), case
+
+
+@pytest.mark.skipif(why_not_triton(OP, "cpu") is not None, reason="counts what the kernel reads")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_reads_and_writes_what_moves(case):
+    """Each row that moves once, the others never, and nothing outside the arguments."""
+    caches, table, context, path = problem(*case, torch.bfloat16)
+    with counted() as traffic:
+        ops.compact_kv(*caches, table, context, path, backend="triton")
+    moved = sum(i != node for row in case[2] for i, node in enumerate(row)) * caches[0][0, 0].numel() * 2
+    mine = traffic["_compact_kv_kernel"]
+    for name in ("k_cache_ptr", "v_cache_ptr"):
+        assert (mine.loaded[name], mine.stored[name], mine.distinct(name)) == (moved, moved, moved)
 
 
 def test_by_hand(backend):
