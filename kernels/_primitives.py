@@ -39,7 +39,12 @@ def narrow(x, dtype: tl.constexpr):
 @triton.jit
 def matmul(a, b, acc):
     """``acc + a @ b`` in fp32; fp32 operands are not rounded to TF32."""
-    return tl.dot(widen(a), widen(b), acc, input_precision="ieee")
+    if INTERPRETING:  # its BLAS rounds a row by the row's place in the tile, which a chip does not
+        rows = tl.broadcast_to(widen(b)[None, :, :], [a.shape[0], b.shape[0], b.shape[1]])
+        acc = tl.reshape(tl.dot(widen(a)[:, None, :], rows, acc[:, None, :], input_precision="ieee"), acc.shape)
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit

@@ -4,12 +4,14 @@ bits depend on nothing but the row's own text.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
 import pytest
 import torch
 
 from specdec_triton import ops
+from specdec_triton._library import why_not_triton
 from specdec_triton.reference.verify_attention import KEY_TILE
 from specdec_triton.testing import (
     FAR_PAGE,
@@ -48,17 +50,26 @@ CASES = {
     "page-16": (on([0, 14, 16, 33], 4, page_size=16), {}),
     "page-48": (on([47, 1, 96], 3, page_size=48), {}),
     "page-544": (on([543, 3], 2, page_size=544), {}),  # faults.md F15
+    "page-2048": (on([40, 300], 2, page_size=2048), {}),  # faults.md F15
+    "one-past-a-page": (on([16], 1), {}),  # faults.md F10
     "length-1": (on([0, 0], 1, page_size=2), {}),  # faults.md F12, F20
     "length-0": (on([0, 4, 0], 1, query_lens=[0, 1, 1]), {}),  # faults.md F13
     "all-idle": (on([3, 0], 2, query_lens=[0, 0]), {}),
     "group-1": (on([9, 2], 3, q_heads=3, kv_heads=3), {}),
     "group-3": (on([9, 2], 3, q_heads=9, kv_heads=3), {}),
     "group-4": (on([9, 2], 3, q_heads=8, kv_heads=2), {}),
+    "group-5": (on([9, 2], 3, q_heads=40, kv_heads=8), {}),  # faults.md F3
+    "group-6": (on([9, 2], 3, q_heads=12, kv_heads=2), {}),  # faults.md F3
     "group-7": (on([9, 2], 3, q_heads=28, kv_heads=4), {}),  # faults.md F3
+    "group-8": (on([9, 2], 3, q_heads=8, kv_heads=1), {}),  # faults.md F3
     "group-12": (on([9, 2], 3, q_heads=24, kv_heads=2), {}),
+    "group-16": (on([9], 2, q_heads=64, kv_heads=4), {}),  # faults.md F3
+    "group-20": (on([9, 2], 3, q_heads=40, kv_heads=2), {}),  # faults.md F4
+    "group-20-of-80": (on([9], 2, q_heads=80, kv_heads=4), {}),  # faults.md F4
     "group-24": (on([9], 2, q_heads=48, kv_heads=2), {}),  # faults.md F4
     "group-71": (on([9, 2], 3, q_heads=71, kv_heads=1), {}),
-    **{f"head-{d}": (on([11, 3], 3, dim=d), {}) for d in (24, 64, 80, 96, 112, 128, 192, 256)},
+    "one-row": (on([3], 1, q_heads=1, kv_heads=1), {}),  # faults.md F20
+    **{f"head-{d}": (on([11, 3], 3, dim=d), {}) for d in (24, 64, 80, 96, 112, 128, 160, 192, 256)},  # faults.md F2
     **{f"T-{t}": (on([11, 3], t), {}) for t in (1, 2, 5, 6, 7, 17, 64)},  # faults.md F6
     "newest-keys": (on([16], 4), {}),  # faults.md F7
     "ragged": (on([12, 0, 7, 30], 5, query_lens=[5, 1, 0, 3]), {}),
@@ -88,6 +99,7 @@ CASES = {
         {"sliding_window": 8},
     ),
     "tile-edge": (on([KEY_TILE - 2, KEY_TILE - 1, KEY_TILE], 2), {}),
+    "rows-of-an-unseen-tile": (on([KEY_TILE - 4], 8), {}),  # faults.md F8
     "two-tiles": (on([2 * KEY_TILE + 3, 1], 3, page_size=48), {}),
     "window-skips-tiles": (on([2 * KEY_TILE + 9], 3, page_size=7), {"sliding_window": 5}),
     "window-one-long-one-short": (on([2 * KEY_TILE + 9, 2], 3), {"sliding_window": 300}),
@@ -110,12 +122,9 @@ def attend(case, backend="torch", **options):
     return ops.verify_attention(*case.args, **case.scales, **options, backend=backend)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_matches_fp64(name, dtype, backend):
-    """Covers faults.md F2, F8, F10, F11, F19: NaN and garbage in slots and table entries of no one never leak."""
-    case, options = build(name, dtype)
-    out = attend(case, backend, **options)
+def assert_close(case, out, **options):
+    """Error against fp64 at most twice that of PyTorch in the same dtype, 1e-5 in fp32."""
+    dtype = case.q.dtype
     truth = attention_oracle(case, **options)
     plain = attention_oracle(case, **options, dtype=dtype)
     allowed = max(2 * (plain.double() - truth).abs().max(), 1e-5 if dtype == torch.float32 else 0.0)
@@ -124,6 +133,86 @@ def test_matches_fp64(name, dtype, backend):
     assert (out.double() - truth).abs().max() <= allowed
     for b, n in enumerate(case.query_lens.tolist()):
         assert not out[b, n:].any()
+
+
+@pytest.fixture
+def few_splits(monkeypatch):
+    """The kernel with 2 splits and chunks of 64 keys: programs walk over several chunks, and there are few programs."""
+    if why_not_triton(OP, "cpu") is None:
+        kernels = importlib.import_module("specdec_triton.kernels.verify_attention")
+        usual = kernels.attention_config
+        monkeypatch.setattr(
+            kernels, "attention_config", lambda *args: usual(*args)._replace(split_size=64, num_splits=2)
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_fp64(name, dtype, backend):
+    """Covers faults.md F2, F8, F10, F11, F19: NaN and garbage in slots and table entries of no one never leak."""
+    case, options = build(name, dtype)
+    assert_close(case, attend(case, backend, **options), **options)
+
+
+@pytest.mark.parametrize("count", range(1, 18))
+def test_every_number_of_rows(count, backend, few_splits):
+    """faults.md F6; 3 heads to a KV head, so that rows and tiles never match."""
+    case = paged_case([70, 3], count, q_heads=6)
+    assert_close(case, attend(case, backend))
+
+
+def test_every_group(backend, few_splits):
+    """faults.md F3."""
+    for group in range(1, 33):
+        case = paged_case([5], 2, q_heads=group, kv_heads=1)
+        assert_close(case, attend(case, backend))
+
+
+@pytest.mark.parametrize("window", [None, 100], ids=["full", "window-100"])
+def test_every_length(window, backend, few_splits):
+    """faults.md F8: 1 to 600 keys, chunks that no row sees included."""
+    case = paged_case(range(0, 600, 23), 2, query_lens=[1 + i % 2 for i in range(27)], q_heads=2, kv_heads=1)
+    assert_close(case, attend(case, backend, sliding_window=window), sliding_window=window)
+
+
+MIXES = {  # of vLLM's tests: (new positions, keys) of each request; heads, head size, window, softcap
+    "prefill-among-decodes": ([(1, 1328), (5, 18), (129, 463)], (8, 2, 128, None, None)),
+    "prefill-softcap-window": ([(1, 1328), (5, 18), (129, 463)], (4, 4, 128, 256, 50.0)),
+    "decodes": ([(1, 523), (1, 37), (1, 2011)], (4, 4, 128, None, 50.0)),
+    "decodes-window": ([(1, 523), (1, 37), (1, 2011)], (5, 1, 256, 64, None)),
+    "decodes-window-128": ([(1, 523), (1, 37), (1, 2011)], (8, 2, 256, 128, 50.0)),
+    "ragged": ([(1, 300), (3, 301), (2, 302), (4, 303)], (8, 2, 64, None, None)),
+    "ragged-window": ([(5, 300), (0, 300), (3, 300), (2, 300)], (8, 2, 64, 127, None)),
+    "long": ([(5, 30000)], (4, 1, 16, None, None)),
+}
+
+
+@pytest.mark.parametrize(("requests", "shape"), MIXES.values(), ids=MIXES)
+def test_mixes(requests, shape, backend, few_splits):
+    """Prefill, verification and decoding in one call, over many chunks."""
+    q_heads, kv_heads, dim, window, softcap = shape
+    lens = [new for new, _ in requests]
+    case = paged_case(
+        [keys - new for new, keys in requests],
+        max(lens),
+        query_lens=lens,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        dtype=torch.bfloat16,
+    )
+    options = {"sliding_window": window, "softcap": softcap, "sinks": torch.linspace(-1.0, 2.0, q_heads)}
+    assert_close(case, attend(case, backend, **options), **options)
+
+
+def test_identical_requests(backend):
+    """faults.md F12: shorter than a page, on pages of their own."""
+    x = torch.randn(1, 1, 16)
+    k_cache, v_cache, table = lay_out([x, x], [-x, -x], page_size=2)
+    out = ops.verify_attention(
+        torch.randn(1, 1, 2, 16).repeat(2, 1, 1, 1), k_cache, v_cache, table, torch.tensor([0, 0]), backend=backend
+    )
+    assert torch.equal(out, (-x).expand(2, 1, 2, 16))
 
 
 def by_hand(q, keys, values, context, **options):
@@ -212,6 +301,12 @@ def test_tree_of_a_chain_is_causal(backend):
     assert torch.equal(attend(case, backend), causal)
 
 
+@pytest.mark.parametrize(("count", "keys"), [(37, 54), (17, 97)])
+def test_tree_of_a_long_chain_is_causal(count, keys, backend, few_splits):
+    case = paged_case([keys - count], count, dtype=torch.bfloat16)
+    assert torch.equal(attend(case, backend, tree_mask=tree(-1, *range(count - 1))), attend(case, backend))
+
+
 def test_highest_bit_of_a_tree_mask(backend):
     """Bit 63 makes an int64 negative; it is a bit like any other."""
     case = paged_case([2], 64)
@@ -236,6 +331,16 @@ def test_page_beyond_2_to_the_31_elements(backend):
     assert torch.equal(near, far)
 
 
+def test_query_beyond_2_to_the_31_elements(backend):
+    """Offsets of rows are 64-bit too (faults.md F1)."""
+    stride = 2**31 + 64
+    far = torch.empty(stride + 64, dtype=torch.float16).as_strided((2, 1, 4, 16), (stride, 64, 16, 1))
+    case = paged_case([9, 9], 1, dtype=torch.float16)
+    far.copy_(case.q)
+    out = ops.verify_attention(far, *case.args[1:], backend=backend)
+    assert torch.equal(out, attend(case, backend))
+
+
 # Bits.
 
 EDGES = [0, 1, 5, KEY_TILE - 2, KEY_TILE - 1, KEY_TILE, KEY_TILE + 1, 2 * KEY_TILE - 1, 2 * KEY_TILE + 1]
@@ -256,7 +361,7 @@ class Texts:
         self.q, self.k, self.v = ([normal(n, heads) for n in lengths] for heads in (q_heads, kv_heads, kv_heads))
         self.sinks = torch.linspace(-1.0, 2.0, q_heads).to(dtype)
 
-    def score(self, stretches, page_size=16, seed=0, **options):
+    def score(self, stretches, page_size=16, seed=0, backend="torch", **options):
         """Attention outputs of stretches (text, first position, end), scored in one call."""
         if options.get("sinks"):
             options["sinks"] = self.sinks
@@ -271,7 +376,7 @@ class Texts:
             seed=seed,
         )
         context = torch.tensor([first for _, first, _ in stretches])
-        out = ops.verify_attention(q, k, v, table, context, torch.tensor(lens), **options, backend="torch")
+        out = ops.verify_attention(q, k, v, table, context, torch.tensor(lens), **options, backend=backend)
         return [row[:n] for row, n in zip(out, lens, strict=True)]
 
 
@@ -291,6 +396,34 @@ def test_bits_do_not_depend_on_the_pass(shape, options, dtype):
     for (i, first, end), row in zip(company, texts.score(company, page_size=48, seed=5, **options), strict=True):
         (alone,) = texts.score([(i, first, end)], **options)
         assert torch.equal(row, alone), (i, first, end)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 100], ids=["full", "window-100"])
+def test_bits_of_any_number_of_rows(window, dtype, backend):
+    """17 new positions across the edge of a chunk, 1, 2, 5 or 8 of them, alone or between two others (faults.md A1, A7)."""
+    texts = Texts([KEY_TILE + 20, 40, 2 * KEY_TILE + 30], (2, 1, 16), dtype)
+    start = KEY_TILE - 6
+    (together,) = texts.score([(0, start, start + 17)], backend=backend, sliding_window=window)
+    for first, count in ((6, 1), (5, 2), (3, 5), (4, 8)):
+        mine = (0, start + first, start + first + count)
+        company = [(1, 30 - count, 30), mine, (2, 2 * KEY_TILE - 1, 2 * KEY_TILE + 2)]
+        (alone,) = texts.score([mine], page_size=7, seed=count, backend=backend, sliding_window=window)
+        _, among, _ = texts.score(company, page_size=48, seed=first, backend=backend, sliding_window=window)
+        assert torch.equal(alone, together[first : first + count])
+        assert torch.equal(among, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 100], ids=["full", "window-100"])
+def test_bits_in_a_batch_of_64(window, dtype, backend, few_splits):
+    """faults.md A7: where the splits are few, so that a program walks over several chunks."""
+    texts = Texts([7 * i % 400 + 9 for i in range(64)], (2, 1, 16), dtype)
+    stretches = [(i, 7 * i % 400 + i % 4, 7 * i % 400 + i % 4 + 1 + i % 5) for i in range(64)]
+    rows = texts.score(stretches, backend=backend, sliding_window=window)
+    for i in (0, 3, 29, 56, 63):
+        (alone,) = texts.score([stretches[i]], page_size=7, backend=backend, sliding_window=window)
+        assert torch.equal(rows[i], alone), stretches[i]
 
 
 def test_bits_do_not_depend_on_the_number_of_threads():
