@@ -39,6 +39,10 @@ class Chip(NamedTuple):
     bandwidth: int
 
 
+# Options of every launch. A product and a sum that become one rounding in one binary and two in another would give a row
+# other bits there.
+EXACT = {"enable_fp_fusion": False}
+
 _KIB = 1024
 CHIPS = {
     chip.arch: chip
@@ -145,6 +149,11 @@ def fp8_mode(dtype: torch.dtype, chip: Chip) -> str:
     if dtype != torch.float8_e4m3fn:
         return "plain"
     return "native" if chip.native_e4m3 else "bytes"
+
+
+def at_most_registers(count: int, chip: Chip) -> dict[str, int]:
+    """Launch option: left to itself, ptxas aims at an occupancy and spills a value or two of a latency-bound kernel for it."""
+    return {"maxnreg": count} if chip.backend == "cuda" else {}
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:

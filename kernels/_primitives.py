@@ -85,10 +85,17 @@ def load_kv(pointers, mask, dtype: tl.constexpr, KV: tl.constexpr):
 
 
 @triton.jit
-def key_offset(table_ptr, position, mask, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
-    """int64 offset in a cache of the token (or tokens) at ``position`` of the request whose table row is given."""
+def page_slot(table_ptr, position, mask, PAGE_SIZE: tl.constexpr):
+    """int64 page and slot of the token (or tokens) at ``position`` of the request whose table row is given."""
     page = tl.load(table_ptr + position // PAGE_SIZE, mask=mask, other=0).to(tl.int64)
-    return page * stride_page + (position % PAGE_SIZE).to(tl.int64) * stride_slot
+    return page, (position % PAGE_SIZE).to(tl.int64)
+
+
+@triton.jit
+def key_offset(table_ptr, position, mask, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
+    """int64 offset of that token in a cache."""
+    page, slot = page_slot(table_ptr, position, mask, PAGE_SIZE)
+    return page * stride_page + slot * stride_slot
 
 
 @triton.jit

@@ -1,14 +1,17 @@
 """``accept_reject``: how much of a drafted chain the target keeps, and the one token that it adds.
 
 Every target row is read once, with the vocabulary split across programs (``_rows.py``): its log-sum-exp, and its argmax or, for
-``coupled``, the winner of the request's Gumbel race. Then
+``coupled``, the winner of the request's Gumbel race. Without ``draft_lse`` so are the draft rows, in the same launch. Then
 
-* ``greedy``, ``coupled``: one program a request merges the winners and keeps the drafts that equal them. Two launches.
-* ``rejection``: every program of grid ``(splits, B)`` repeats the decision from the statistics and one gathered logit per draft,
-  and races over its part of one row: the residual max(p - q, 0) of the first rejected draft, or p itself. One program a request
-  then picks the winner. Three launches; no probability is ever written.
+* ``greedy``, ``coupled``: one program a request merges the winners and keeps the drafts that equal them.
+* ``rejection``, ``typical``: every program of grid ``(splits, 1, B)`` repeats the decision from the statistics and one gathered
+  logit per draft, and races over its part of one row: the residual max(p - q, 0) of the first rejected draft, or p itself. One
+  program a request then picks the winner.
+* ``block``: grid ``(splits, K + 1, B)``. The decision needs the residual's mass at every position, so every row races, and
+  the picking program decides.
 
-One launch more where a row filters, and one where the drafts' log-sum-exp is not given. kernels/README.md has the proofs.
+Two launches (greedy, coupled) or three, two more where a request filters. No probability is ever written. kernels/README.md
+has the proofs.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import on_device
+from specdec_triton.kernels._config import EXACT, on_device
 from specdec_triton.kernels._primitives import (
     NEG_INF,
     PAD,
@@ -26,62 +29,66 @@ from specdec_triton.kernels._primitives import (
     STREAM_COUPLED,
     STREAM_RECOVERED,
     gumbel,
+    inverse_of,
     scaled_logits,
     uniform,
 )
-from specdec_triton.kernels._rows import BLOCK_V, SPLIT_V, row_cut, row_stats
-from specdec_triton.kernels.sample import merge_sums, merge_winners
+from specdec_triton.kernels._rows import (
+    SPLIT_V,
+    load_row,
+    merge_entropy,
+    merge_sums,
+    merge_winners,
+    pick_best,
+    row_stats,
+)
 
-
-@triton.jit
-def _draft_length(drafts, step, k, length, vocab):
-    """Usable drafts of a request: an id outside the vocabulary ends the draft."""
-    usable = (step < length) & (drafts >= 0) & (drafts < vocab)
-    return tl.min(tl.where(usable, k, step), 0)
-
-
-@triton.jit
-def _emit(tokens_ptr, num_accepted_ptr, status_ptr, b, step, k, drafts, accepted, last, bad):
-    """Accepted drafts, one more token, padding."""
-    accepted = tl.where(bad, 0, accepted)
-    last = tl.where(bad, 0, last)
-    out = tl.where(step < accepted, drafts, tl.where(step == accepted, last, PAD))
-    tl.store(tokens_ptr + b * (k + 1) + step, out, mask=step <= k)
-    tl.store(num_accepted_ptr + b, accepted)
-    tl.store(status_ptr + b, bad.to(tl.int32))
-
-
-@triton.jit
-def _is_bad(peak, step, length):
-    """Whether a row up to the draft's length held NaN, +inf or nothing but -inf."""
-    bad = ((peak == float("inf")) | (peak == NEG_INF)) & (step <= length)
-    return tl.max(bad.to(tl.int32), 0) > 0
+REJECTION: tl.constexpr = tl.constexpr(0)
+BLOCK: tl.constexpr = tl.constexpr(1)
+TYPICAL: tl.constexpr = tl.constexpr(2)
+_RACES = {"rejection": REJECTION, "block": BLOCK, "typical": TYPICAL}
+_RUNTIME = ["k", "rows", "splits", "vocab", "stride_drafts", "stride_lse"]
 
 
 @triton.jit
 def _request(
-    draft_tokens_ptr,
-    draft_lens_ptr,
-    b,
-    k,
-    splits,
-    stride_drafts,
-    BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    HAS_LENS: tl.constexpr,
-):
-    """Draft length, steps, splits, where a row's split has its statistics, which of them there are, and the drafts."""
+    draft_tokens_ptr, draft_lens_ptr, b, k, rows, splits, vocab, stride_drafts,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, HAS_LENS: tl.constexpr,
+):  # fmt: skip
+    """A request's draft length, its usable drafts (an id outside the vocabulary ends them), the drafts, and where the
+    splits of its target rows lie, of which ``mask`` exist."""
     length = k
     if HAS_LENS:
         length = tl.load(draft_lens_ptr + b)
     step, part = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S)
-    at = (b * (k + 1) + step)[:, None] * splits + part[None, :]
-    mask = (step <= length)[:, None] & (part < splits)[None, :]
     drafts = tl.load(draft_tokens_ptr + b * stride_drafts + step, mask=step < k, other=PAD)
-    return length, step, part, at, mask, drafts
+    usable = tl.min(tl.where((step < length) & (drafts >= 0) & (drafts < vocab), k, step), 0)
+    at = (b * rows + step)[:, None] * splits + part[None, :]
+    mask = (step <= length)[:, None] & (part < splits)[None, :]
+    return length, usable, drafts, at, mask
 
 
-@triton.jit(do_not_specialize=["k", "vocab", "splits", "stride_drafts"])
+@triton.jit
+def _first_miss(keeps, step, k):
+    """How many drafts come before the first that is not kept."""
+    return tl.min(tl.where(keeps, k, step), 0)
+
+
+@triton.jit
+def _emit(tokens_ptr, num_accepted_ptr, status_ptr, b, k, length, drafts, accepted, last, peak, BLOCK_T: tl.constexpr):
+    """Accepted drafts, one more token, padding; status 1 if a row up to the draft's length is bad."""
+    step = tl.arange(0, BLOCK_T)
+    bad = ((peak == float("inf")) | (peak == NEG_INF)) & (step <= length)
+    bad = tl.max(bad.to(tl.int32), 0)
+    accepted = tl.where(bad > 0, 0, accepted)
+    last = tl.where(bad > 0, 0, last)
+    out = tl.where(step < accepted, drafts, tl.where(step == accepted, last, PAD))
+    tl.store(tokens_ptr + b * (k + 1) + step, out, mask=step <= k)
+    tl.store(num_accepted_ptr + b, accepted)
+    tl.store(status_ptr + b, bad)
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
 def _keep_winners_kernel(
     tokens_ptr,  # int64 [B,K+1]
     num_accepted_ptr,  # int32 [B]
@@ -92,156 +99,173 @@ def _keep_winners_kernel(
     draft_tokens_ptr,  # int64 [B,K]
     draft_lens_ptr,  # int32 [B]
     k,
-    vocab,
+    rows,
     splits,
+    vocab,
     stride_drafts,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_LENS: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    length, step, _, at, mask, drafts = _request(
-        draft_tokens_ptr, draft_lens_ptr, b, k, splits, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
+    step = tl.arange(0, BLOCK_T)
+    length, usable, drafts, at, mask = _request(
+        draft_tokens_ptr, draft_lens_ptr, b, k, rows, splits, vocab, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
     )
     _, peak = merge_sums(stats_ptr, at, mask)
     winner = merge_winners(best_ptr, best_id_ptr, at, mask).to(tl.int64)
-    usable = _draft_length(drafts, step, k, length, vocab)
-    accepted = tl.min(tl.where((step < usable) & (drafts == winner), k, step), 0)
+    accepted = _first_miss((step < usable) & (drafts == winner), step, k)
     last = tl.sum(tl.where(step == accepted, winner, 0), 0)
-    bad = _is_bad(peak, step, length)
-    _emit(tokens_ptr, num_accepted_ptr, status_ptr, b, step, k, drafts, accepted, last, bad)
+    _emit(tokens_ptr, num_accepted_ptr, status_ptr, b, k, length, drafts, accepted, last, peak, BLOCK_T)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "k", "vocab", "splits", "stride_drafts", "stride_lse",
-    ]
-)  # fmt: skip
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["k", "rows", "splits", "stride_drafts", "stride_lse"])
 def _race_kernel(
-    decision_ptr,  # int32 [B,2]: accepted drafts, and whether the next one was rejected
-    race_ptr,  # fp32 [B,splits,2]: best value of the residual, and of the target row itself
-    race_id_ptr,  # int32 [B,splits,2]
+    accepted_ptr,  # int32 [B]: accepted drafts (not BLOCK)
+    weight_ptr,  # fp32 [B,K+1]: the weight of p in a row's residual (BLOCK)
+    mass_ptr,  # fp32 [B,race rows,splits]: of the residual (BLOCK)
+    race_ptr,  # fp32 [B,race rows,splits,2]: best value of the residual, and of the target row itself
+    race_id_ptr,  # int32 [B,race rows,splits,2]
     target_logits_ptr,  # [B,K+1,V]
     draft_logits_ptr,  # [B,K,V]
     draft_lse_ptr,  # fp32 [B,K]
     draft_tokens_ptr,  # int64 [B,K]
     draft_lens_ptr,  # int32 [B]
-    stats_ptr,  # of the target rows
+    stats_ptr,  # of the target rows, then of the draft rows
     best_ptr,
     best_id_ptr,
-    cut_ptr,  # fp32 [B,K+1], of the target rows
-    draft_cut_ptr,  # fp32 [B,K]
+    cut_ptr,  # fp32 [B,rows], of both
     temperature_ptr,  # fp32 [B]
     seed_ptr,  # int64 [B]
     position_ptr,  # int64 [B]
+    epsilon,
+    delta,
     k,
-    vocab,
+    rows,
     splits,
+    vocab,
     stride_drafts,
     stride_target_batch,
     stride_target_row,
     stride_draft_batch,
     stride_draft_row,
     stride_lse,
+    METHOD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
     SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
     HAS_LENS: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
+    HAS_LSE: tl.constexpr,
     HAS_CUT: tl.constexpr,
 ):
-    split, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    split, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     temperature = tl.load(temperature_ptr + b)
+    inverse = inverse_of(temperature)
     seed, position = tl.load(seed_ptr + b), tl.load(position_ptr + b)
-    length, step, _, at, mask, drafts = _request(
-        draft_tokens_ptr, draft_lens_ptr, b, k, splits, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
+    step = tl.arange(0, BLOCK_T)
+    _, usable, drafts, at, mask = _request(
+        draft_tokens_ptr, draft_lens_ptr, b, k, rows, splits, vocab, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
     )
-    lse, _ = merge_sums(stats_ptr, at, mask)
-    usable = _draft_length(drafts, step, k, length, vocab)
     drafted = step < usable
+    lse, _ = merge_sums(stats_ptr, at, mask)
 
-    # Accept while u q < p, in logarithms. q = 0 cannot have been drawn: reject.
+    # The drafts' probabilities under the target and the drafter.
     target = target_logits_ptr + b * stride_target_batch
     offset = step.to(tl.int64) * stride_target_row + drafts
-    log_p = scaled_logits(tl.load(target + offset, mask=drafted, other=NEG_INF), temperature)
+    log_p = scaled_logits(tl.load(target + offset, mask=drafted, other=NEG_INF), inverse)
     if HAS_CUT:
-        log_p = tl.where(log_p < tl.load(cut_ptr + b * (k + 1) + step, mask=drafted, other=0.0), NEG_INF, log_p)
+        log_p = tl.where(log_p < tl.load(cut_ptr + b * rows + step, mask=drafted, other=0.0), NEG_INF, log_p)
     log_p -= lse
     log_q = tl.zeros([BLOCK_T], tl.float32)
+    draft_lse = log_q
     if HAS_DRAFT:
         draft = draft_logits_ptr + b * stride_draft_batch
         offset = step.to(tl.int64) * stride_draft_row + drafts
-        log_q = scaled_logits(tl.load(draft + offset, mask=drafted, other=NEG_INF), temperature)
+        log_q = scaled_logits(tl.load(draft + offset, mask=drafted, other=NEG_INF), inverse)
         if HAS_CUT:
-            log_q = tl.where(log_q < tl.load(draft_cut_ptr + b * k + step, mask=drafted, other=0.0), NEG_INF, log_q)
-        log_q -= tl.load(draft_lse_ptr + b * stride_lse + step, mask=drafted, other=0.0)
-    u = uniform(seed, position, step, STREAM_ACCEPT)
-    keeps = (tl.log(u) + log_q < log_p) & (log_q > NEG_INF)
-    winner = merge_winners(best_ptr, best_id_ptr, at, mask).to(tl.int64)
-    keeps = tl.where(temperature <= 0, drafts == winner, keeps)
-    accepted = tl.min(tl.where(drafted & keeps, k, step), 0)
-    rejected = accepted < usable
-    if split == 0:
-        tl.store(decision_ptr + b * 2, accepted)
-        tl.store(decision_ptr + b * 2 + 1, rejected.to(tl.int32))
+            draft_cut = tl.load(cut_ptr + b * rows + k + 1 + step, mask=drafted, other=0.0)
+            log_q = tl.where(log_q < draft_cut, NEG_INF, log_q)
+        if HAS_LSE:
+            draft_lse = tl.load(draft_lse_ptr + b * stride_lse + step, mask=drafted, other=0.0)
+        else:
+            draft_lse, _ = merge_sums(stats_ptr, at + (k + 1) * splits, mask & drafted[:, None])
+        log_q -= draft_lse
+
+    race = b * tl.num_programs(1) + tl.program_id(1)
+    weight = tl.full([], 1.0, tl.float32)
+    if METHOD == BLOCK:
+        # w_i = min(1, w_(i-1) p / q) from w_0 = 1 is exp(c_i - max(c_0 .. c_i)), c the running sum of log p / q.
+        row = tl.program_id(1)
+        ratio = tl.where(drafted & (log_q > NEG_INF) & (log_p > NEG_INF), log_p - log_q, NEG_INF)
+        sums = tl.cumsum(ratio, 0)
+        weights = tl.exp(sums - tl.maximum(tl.associative_scan(sums, 0, _larger), 0.0))
+        weight = tl.where(row == 0, weight, tl.sum(tl.where(step == row - 1, weights, 0.0), 0))
+        if split == 0:
+            tl.store(weight_ptr + b * (k + 1) + row, weight)
+        if row > usable:
+            return
+    else:
+        if METHOD == TYPICAL:
+            threshold = tl.minimum(delta * tl.exp(-merge_entropy(stats_ptr, at, mask)), epsilon)
+            keeps = tl.exp(log_p) > threshold
+        else:
+            # u q < p, in logarithms. q = 0 cannot have been drawn: reject.
+            u = uniform(seed, position, step, STREAM_ACCEPT)
+            keeps = (tl.log(u) + log_q < log_p) & (log_q > NEG_INF)
+        winner = merge_winners(best_ptr, best_id_ptr, at, mask).to(tl.int64)
+        row = _first_miss(drafted & tl.where(temperature <= 0, drafts == winner, keeps), step, k)
+        if split == 0:
+            tl.store(accepted_ptr + b, row)
     if temperature <= 0:
         return
 
-    # The race over this program's part of row `accepted`. One draw serves both weights: only one of them will count.
-    row_lse = tl.sum(tl.where(step == accepted, lse, 0.0), 0)
-    rejected_token = tl.sum(tl.where(step == accepted, drafts, 0), 0)
+    # The race over this program's part of the row. One draw serves both weights: only one of them will count.
+    rejected = row < usable
     stream = tl.where(rejected, STREAM_RECOVERED, STREAM_BONUS)
-    target += accepted.to(tl.int64) * stride_target_row
-    nothing = tl.full([], NEG_INF, tl.float32)
-    cut, draft_cut = nothing, nothing
+    first = split * SPLIT
+    token = first + tl.arange(0, SPLIT)
+    s = load_row(target + row.to(tl.int64) * stride_target_row, first, vocab, inverse, SPLIT)
     if HAS_CUT:
-        cut = tl.load(cut_ptr + b * (k + 1) + accepted)
-    if HAS_DRAFT:
-        draft = draft_logits_ptr + b * stride_draft_batch + accepted.to(tl.int64) * stride_draft_row
-        draft_lse = tl.load(draft_lse_ptr + b * stride_lse + accepted, mask=rejected, other=0.0)
-        if HAS_CUT:
-            draft_cut = tl.load(draft_cut_ptr + b * k + accepted, mask=rejected, other=0.0)
-    residual_best, residual_id = nothing, split * SPLIT
-    best, best_id = nothing, split * SPLIT
-    for i in range(SPLIT // BLOCK):
-        first = split * SPLIT + i * BLOCK
-        token = first + tl.arange(0, BLOCK)
-        inside = token < vocab
-        s = scaled_logits(tl.load(target + token, mask=inside, other=NEG_INF), temperature)
-        s = tl.where(s < cut, NEG_INF, s)
-        noise = gumbel(seed, position, accepted, stream, first, BLOCK)
-        value = s - row_lse + noise
-        block_best = tl.max(value, 0)
-        block_id = tl.min(tl.where(value == block_best, token, vocab), 0)
-        best_id = tl.where(block_best > best, block_id, best_id)
-        best = tl.maximum(best, block_best)
-        if rejected:
-            if HAS_DRAFT:
-                d = scaled_logits(tl.load(draft + token, mask=inside, other=NEG_INF), temperature)
-                q = tl.where((d < draft_cut) | (d == NEG_INF), 0.0, tl.exp(d - draft_lse))
-                q = tl.where(q == q, q, 0.0)
-            else:
-                q = tl.where(token == rejected_token, 1.0, 0.0)
-            residual = tl.exp(s - row_lse) - q
-            value = tl.where(residual > 0, tl.log(tl.maximum(residual, 1e-45)) + noise, NEG_INF)
-            block_best = tl.max(value, 0)
-            block_id = tl.min(tl.where(value == block_best, token, vocab), 0)
-            residual_id = tl.where(block_best > residual_best, block_id, residual_id)
-            residual_best = tl.maximum(residual_best, block_best)
-    at = (b * splits + split) * 2
-    tl.store(race_ptr + at, residual_best)
-    tl.store(race_id_ptr + at, residual_id)
+        s = tl.where(s < tl.load(cut_ptr + b * rows + row), NEG_INF, s)
+    s -= tl.sum(tl.where(step == row, lse, 0.0), 0)
+    noise = gumbel(seed, position, row, stream, first, SPLIT)
+    at = (race * splits + split) * 2
+    best, best_id = pick_best(s + noise, token)
     tl.store(race_ptr + at + 1, best)
     tl.store(race_id_ptr + at + 1, best_id)
+    if METHOD != TYPICAL:
+        if rejected:
+            if HAS_DRAFT:
+                d = load_row(draft + row.to(tl.int64) * stride_draft_row, first, vocab, inverse, SPLIT)
+                q = tl.exp(d - tl.sum(tl.where(step == row, draft_lse, 0.0), 0))
+                if HAS_CUT:
+                    q = tl.where(d < tl.load(cut_ptr + b * rows + k + 1 + row), 0.0, q)
+                q = tl.where(q == q, q, 0.0)
+            else:
+                q = tl.where(token == tl.sum(tl.where(step == row, drafts, 0), 0), 1.0, 0.0)
+            residual = weight * tl.exp(s) - q
+            value = tl.where(residual > 0, tl.log(tl.maximum(residual, 1e-37)) + noise, NEG_INF)
+            best, best_id = pick_best(value, token)
+            tl.store(race_ptr + at, best)
+            tl.store(race_id_ptr + at, best_id)
+            if METHOD == BLOCK:
+                tl.store(mass_ptr + race * splits + split, tl.sum(tl.maximum(residual, 0.0), 0))
 
 
-@triton.jit(do_not_specialize=["k", "splits", "stride_drafts"])
+@triton.jit(do_not_specialize=[*_RUNTIME, "race_rows"])
 def _pick_kernel(
     tokens_ptr,  # int64 [B,K+1]
     num_accepted_ptr,  # int32 [B]
     status_ptr,  # int32 [B]
-    decision_ptr,
+    accepted_ptr,
+    weight_ptr,
+    mass_ptr,
     race_ptr,
     race_id_ptr,
     stats_ptr,
@@ -250,30 +274,55 @@ def _pick_kernel(
     draft_tokens_ptr,
     draft_lens_ptr,
     temperature_ptr,
+    seed_ptr,
+    position_ptr,
     k,
+    rows,
     splits,
+    vocab,
     stride_drafts,
+    race_rows,
+    METHOD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_LENS: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    length, step, part, at, mask, drafts = _request(
-        draft_tokens_ptr, draft_lens_ptr, b, k, splits, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
+    temperature = tl.load(temperature_ptr + b)
+    step, part = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S)
+    length, usable, drafts, at, mask = _request(
+        draft_tokens_ptr, draft_lens_ptr, b, k, rows, splits, vocab, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
     )
     _, peak = merge_sums(stats_ptr, at, mask)
-    accepted, rejected = tl.load(decision_ptr + b * 2), tl.load(decision_ptr + b * 2 + 1) > 0
-    if tl.load(temperature_ptr + b) <= 0:
-        winner = merge_winners(best_ptr, best_id_ptr, at, mask)
+    winner = merge_winners(best_ptr, best_id_ptr, at, mask).to(tl.int64)
+    race = b * race_rows
+    if METHOD == BLOCK:
+        # The longest prefix of i = step + 1 drafts with u < h: w for the whole draft, else S / (S + 1 - w).
+        whole = step + 1 == usable
+        weight = tl.load(weight_ptr + b * (k + 1) + step + 1, mask=step < usable, other=0.0)
+        entries = (race + step + 1)[:, None] * splits + part[None, :]
+        raced = tl.where(temperature > 0, usable, 0)
+        mask = (step + 1 < raced)[:, None] & (part < splits)[None, :]
+        mass = tl.sum(tl.load(mass_ptr + entries, mask=mask, other=0.0), 1)
+        h = tl.where(whole | (weight >= 1), weight, mass / (mass + (1.0 - weight)))
+        u = uniform(tl.load(seed_ptr + b), tl.load(position_ptr + b), step, STREAM_ACCEPT)
+        accepted = tl.max(tl.where((step < usable) & (u < h), step + 1, 0), 0)
+        if temperature <= 0:
+            accepted = _first_miss((step < usable) & (drafts == winner), step, k)
+        race += accepted
+    else:
+        accepted = tl.load(accepted_ptr + b)
+    if temperature <= 0:
         last = tl.sum(tl.where(step == accepted, winner, 0), 0)
     else:
-        race = (b * splits + part) * 2
-        # p = q up to rounding leaves no residual; a rejection there has probability zero, and p is the right answer.
-        residual_best = tl.max(tl.load(race_ptr + race, mask=part < splits, other=NEG_INF), 0)
-        race += tl.where(rejected & (residual_best > NEG_INF), 0, 1)
-        last = merge_winners(race_ptr, race_id_ptr, race, part < splits)
-    bad = _is_bad(peak, step, length)
-    _emit(tokens_ptr, num_accepted_ptr, status_ptr, b, step, k, drafts, accepted, last.to(tl.int64), bad)
+        entry = (race * splits + part) * 2 + 1  # p itself
+        if METHOD != TYPICAL:
+            if accepted < usable:
+                # p = q up to rounding leaves no residual; a rejection there has probability zero, and p is right.
+                best = tl.max(tl.load(race_ptr + entry - 1, mask=part < splits, other=NEG_INF), 0)
+                entry -= tl.where(best > NEG_INF, 1, 0)
+        last = merge_winners(race_ptr, race_id_ptr, entry, part < splits).to(tl.int64)
+    _emit(tokens_ptr, num_accepted_ptr, status_ptr, b, k, length, drafts, accepted, last, peak, BLOCK_T)
 
 
 def accept_reject(
@@ -290,117 +339,101 @@ def accept_reject(
     position: torch.Tensor,
     has_filters: bool | None,
     method: str,
+    epsilon: float,
+    delta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """tokens ``[B,K+1]``, num_accepted ``[B]``, status ``[B]``; see ``specdec_triton.ops.accept_reject``."""
     batch, k = draft_tokens.shape
     vocab = target_logits.shape[-1]
-    device = target_logits.device
-    tokens = torch.empty(batch, k + 1, dtype=torch.int64, device=device)
-    num_accepted = torch.empty(batch, dtype=torch.int32, device=device)
-    status = torch.empty(batch, dtype=torch.int32, device=device)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=target_logits.device)
+
+    results = empty(batch, k + 1, dtype=torch.int64), empty(batch, dtype=torch.int32), empty(batch, dtype=torch.int32)
     if batch == 0:
-        return tokens, num_accepted, status
+        return results
     if draft_tokens.stride(1) != 1:
         draft_tokens = draft_tokens.contiguous()
-    results = (tokens, num_accepted, status)
-    filters = (temperature, top_k, top_p, min_p)
-    block_t = triton.next_power_of_2(k + 1)
+    if k == 0 or method not in ("rejection", "block"):
+        draft_logits = None
+    if method == "block" and draft_logits is None:
+        method = "rejection"  # the same decision where q is one-hot: kernels/README.md
+    filters = method != "greedy" and has_filters is not False
     with on_device(target_logits):
-        cut = None
-        if method != "greedy" and has_filters is not False:
-            cut = row_cut(target_logits, *filters, draft_lens, 1)
-        stream = STREAM_COUPLED.value if method == "coupled" else -1
-        target = row_stats(target_logits, temperature, cut, draft_lens, 1, seed, position, 0, stream)
-        splits = target[1].shape[-1]
-        block_s = triton.next_power_of_2(splits)
-        merge_warps = 4 if block_t * block_s > 512 else 1  # one warp would spill on the tile of a long draft
-        if method != "rejection":
-            _keep_winners_kernel[(batch,)](
-                *results,
-                *target,
-                draft_tokens,
-                draft_lens,
-                k,
-                vocab,
-                splits,
-                draft_tokens.stride(0),
-                BLOCK_T=block_t,
-                BLOCK_S=block_s,
-                HAS_LENS=draft_lens is not None,
-                num_warps=merge_warps,
-            )
+        rows = row_stats(
+            target_logits,
+            draft_logits if draft_lse is None or filters else None,
+            draft_lens,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            position,
+            has_filters=filters,
+            stream=STREAM_COUPLED.value if method == "coupled" else -1,
+            entropy=method == "typical",
+            drafts_for_filters=draft_lse is not None,
+        )
+        all_rows, splits = rows.best.shape[1:]
+        stats = (rows.stats, rows.best, rows.best_id)
+        drafts = (draft_tokens, draft_lens)
+        sizes = (k, all_rows, splits, vocab, draft_tokens.stride(0))
+        flags = {
+            "BLOCK_T": max(8, triton.next_power_of_2(k + 1)),
+            "BLOCK_S": rows.block_s,
+            "HAS_LENS": draft_lens is not None,
+            **EXACT,
+        }
+        merge_warps = 8 if k > 7 else 1
+        if method in ("greedy", "coupled"):
+            _keep_winners_kernel[(batch,)](*results, *stats, *drafts, *sizes, num_warps=merge_warps, **flags)
             return results
-        has_draft = draft_logits is not None and k > 0
-        draft_cut = None
-        if has_draft:
-            assert draft_logits is not None
-            if cut is not None:
-                draft_cut = row_cut(draft_logits, *filters, draft_lens, 0)
-            if draft_lse is None:
-                draft_lse = _draft_lse(draft_logits, temperature, draft_cut, draft_lens, seed, position)
-        decision = torch.empty(batch, 2, dtype=torch.int32, device=device)
-        race = torch.empty(batch, splits, 2, dtype=torch.float32, device=device)
-        race_id = torch.empty(batch, splits, 2, dtype=torch.int32, device=device)
-        block = min(BLOCK_V, max(triton.next_power_of_2(vocab), 16))
-        _race_kernel[(splits, batch)](
-            decision,
-            race,
-            race_id,
+        race_rows = k + 1 if method == "block" else 1
+        race = (
+            empty(batch, dtype=torch.int32),
+            empty(batch, k + 1) if method == "block" else None,
+            empty(batch, race_rows, splits) if method == "block" else None,
+            empty(batch, race_rows, splits, 2),
+            empty(batch, race_rows, splits, 2, dtype=torch.int32),
+        )
+        _race_kernel[(splits, race_rows, batch)](
+            *race,
             target_logits,
             draft_logits,
             draft_lse,
-            draft_tokens,
-            draft_lens,
-            *target,
-            cut,
-            draft_cut,
+            *drafts,
+            *stats,
+            rows.cut,
             temperature,
             seed,
             position,
-            k,
-            vocab,
-            splits,
-            draft_tokens.stride(0),
+            epsilon,
+            delta,
+            *sizes,
             *target_logits.stride()[:2],
             *(draft_logits.stride()[:2] if draft_logits is not None else (0, 0)),
             draft_lse.stride(0) if draft_lse is not None else 0,
-            BLOCK_T=block_t,
-            BLOCK_S=block_s,
-            SPLIT=min(SPLIT_V, triton.cdiv(vocab, block) * block),
-            BLOCK=block,
-            HAS_LENS=draft_lens is not None,
-            HAS_DRAFT=has_draft,
-            HAS_CUT=cut is not None,
-            num_warps=4,
+            METHOD=_RACES[method].value,
+            SPLIT=SPLIT_V,
+            HAS_DRAFT=draft_logits is not None,
+            HAS_LSE=draft_lse is not None,
+            HAS_CUT=rows.cut is not None,
+            num_warps=8,
+            **flags,
         )
         _pick_kernel[(batch,)](
             *results,
-            decision,
-            race,
-            race_id,
-            *target,
-            draft_tokens,
-            draft_lens,
+            *race,
+            *stats,
+            *drafts,
             temperature,
-            k,
-            splits,
-            draft_tokens.stride(0),
-            BLOCK_T=block_t,
-            BLOCK_S=block_s,
-            HAS_LENS=draft_lens is not None,
+            seed,
+            position,
+            *sizes,
+            race_rows,
+            METHOD=_RACES[method].value,
             num_warps=merge_warps,
+            **flags,
         )
     return results
-
-
-def _draft_lse(
-    draft_logits: torch.Tensor,
-    temperature: torch.Tensor,
-    cut: torch.Tensor | None,
-    lens: torch.Tensor | None,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-) -> torch.Tensor:
-    """fp32 ``[B,K]``: a pass over the draft rows, for callers that did not keep what ``sample`` returned."""
-    stats, _, _ = row_stats(draft_logits, temperature, cut, lens, 0, seed, position, 0, -1)
-    return (stats[..., 0] + stats[..., 1].log()).logsumexp(-1)

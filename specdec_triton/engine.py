@@ -20,7 +20,8 @@ from specdec_triton.exactness import ExactnessError
 from specdec_triton.request import GenerationOutput, RequestHandle
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingBatch, SamplingParams, draw_seed
 
-METHODS = ("auto", "greedy", "rejection", "coupled")
+METHODS = ("auto", *ops.METHODS)
+_PATHLESS = ("rejection", "block", "typical")  # a text of theirs depends on how its rounds fell, so bits buy nothing
 PREFILL_CHUNK = 512  # prompts are processed in chunks that begin at multiples of this
 _MISFIT_DRAFTS, _MISFIT_RATE = 200, 0.02
 _HEADROOM = 1024  # pages are reserved this many tokens ahead when the pool may grow
@@ -38,8 +39,8 @@ class SpeculativeDecoder:
         max_seq_len: longest text, prompt included; None: what the requests need, up to the model's context.
         page_size: tokens per KV page.
         num_pages: pages in the pool; None: it grows with the requests.
-        method: ``auto`` (greedy at temperature 0, coupled with a seed, else rejection), or one of
-            ``greedy``, ``rejection``, ``coupled`` for all requests.
+        method: ``auto`` (greedy at temperature 0, coupled with a seed, else rejection), or for all requests one of
+            ``greedy``, ``rejection``, ``block``, ``coupled``, and ``typical``, which is lossy; see ``ops.accept_reject``.
         exact: logits bit-identical however many rows are scored together. None: where it can be had, for greedy and
             coupled requests; True: or an error; False: never.
         backend: of the ops; see :mod:`specdec_triton.ops`.
@@ -433,7 +434,7 @@ class SpeculativeDecoder:
 
     def _padded(self, handles: Sequence[RequestHandle], rows: int) -> int | None:
         """Rows of an exact pass; None: as many as there are."""
-        if self._exact is None and all(handle.method == "rejection" for handle in handles):
+        if self._exact is None and all(handle.method in _PATHLESS for handle in handles):
             return None
         return self._invariant(rows)
 

@@ -79,7 +79,7 @@ _verify_attention = register(
 )
 _accept_reject = register(
     "accept_reject(Tensor draft_tokens, Tensor target_logits, Tensor? draft_logits, Tensor? draft_lse,"
-    f" Tensor? draft_lens, {_PARAMS}, str method, str backend) -> (Tensor, Tensor, Tensor)",
+    f" Tensor? draft_lens, {_PARAMS}, str method, float epsilon, float delta, str backend) -> (Tensor, Tensor, Tensor)",
     fake=lambda drafts, *rest: (
         drafts.new_empty((drafts.shape[0], drafts.shape[1] + 1)),
         drafts.new_empty((drafts.shape[0],), dtype=torch.int32),
@@ -292,6 +292,8 @@ def accept_reject(
     draft_lens: torch.Tensor | None = None,
     params: SamplingBatch,
     method: str,
+    typical_epsilon: float = 0.3,
+    typical_delta: float = 0.09,
     backend: str | None = None,
 ) -> AcceptResult:
     """Keep the right prefix of each drafted chain and add one token.
@@ -305,9 +307,11 @@ def accept_reject(
         draft_lens: int32 ``[B]``, drafts of each row (None: K).
         params: the requests' parameters; ``params.position`` is that of the first drafted token.
         method: ``greedy``: accept while the draft is the argmax (ties: the lowest id). ``rejection``: the output
-            follows the target's distribution exactly. ``coupled``: position i's token is a pure function of (seed, i,
-            logits);
-            a draft is accepted while it is that token. Rows with temperature 0 are greedy whatever the method.
+            follows the target's distribution exactly. ``block``: so it does, and on average never fewer drafts are
+            accepted. ``coupled``: position i's token is a pure function of (seed, i, logits); a draft is accepted while
+            it is that token. ``typical``: accept while the draft's probability exceeds min(epsilon, delta
+            exp(-entropy)), then draw from the target; lossy. Rows with temperature 0 are greedy whatever the method.
+        typical_epsilon, typical_delta: of ``typical``, from 0 to 1.
 
     Returns:
         :class:`AcceptResult`. Rows with status 1 have num_accepted 0 and must not be emitted.
@@ -315,7 +319,8 @@ def accept_reject(
     Raises:
         ValueError: shapes, dtypes, devices or a method that do not fit; on the CPU also draft_lens out of range.
 
-    Source: Leviathan et al. 2023; Chen et al. 2023. Proof of exactness: kernels/README.md.
+    Source: Leviathan et al. 2023; Chen et al. 2023; Sun et al. 2024 (block); Cai et al. 2024 (typical). Proofs of
+    exactness: kernels/README.md.
 
     Example:
         >>> from specdec_triton import SamplingParams
@@ -342,11 +347,15 @@ def accept_reject(
         if draft_lens.device.type == "cpu" and batch:
             low, high = int(draft_lens.min()), int(draft_lens.max())
             require(low >= 0 and high < rows, "draft_lens", f"from 0 to K = {rows - 1}", (low, high))
+    for name, value in (("typical_epsilon", typical_epsilon), ("typical_delta", typical_delta)):
+        ok = isinstance(value, (int, float)) and 0 <= value <= 1
+        require(ok, name, "a number from 0 to 1", repr(value))
     unpacked = _unpack(params, batch, target_logits)
     chosen = resolve_backend(backend, "accept_reject", target_logits)
     return AcceptResult(
         *_accept_reject(
-            draft_tokens, target_logits, draft_logits, draft_lse, draft_lens, *unpacked, method, chosen
+            draft_tokens, target_logits, draft_logits, draft_lse, draft_lens, *unpacked, method,
+            float(typical_epsilon), float(typical_delta), chosen,
         )
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from specdec_triton.testing import INF, NAN, assert_follows, batch_of, exact_pro
 
 OP = "accept_reject"
 VOCAB = 10
+LOSSLESS = ("rejection", "block", "coupled")
 
 
 def target_rows(*rows, vocab=VOCAB):
@@ -285,7 +286,7 @@ def assert_positions_follow(result, target, params):
                     assert_follows(result.tokens[chosen, j], probs)
 
 
-@pytest.mark.parametrize("method", ["rejection", "coupled"])
+@pytest.mark.parametrize("method", LOSSLESS)
 @pytest.mark.parametrize("params", GRID.values(), ids=GRID)
 def test_distribution(params, method):
     """faults.md B1, B2, B3: every position follows the target, whatever the parameters."""
@@ -296,7 +297,7 @@ def test_distribution(params, method):
     assert_positions_follow(result, target, params)
 
 
-@pytest.mark.parametrize("method", ["rejection", "coupled"])
+@pytest.mark.parametrize("method", LOSSLESS)
 def test_distribution_of_half_precision_logits(method):
     """faults.md B2, B13: bf16 logits, fp32 arithmetic."""
     target, draft = torch.randn(3, 8).bfloat16(), torch.randn(2, 8).bfloat16()
@@ -304,7 +305,7 @@ def test_distribution_of_half_precision_logits(method):
     assert_positions_follow(result, target.float(), {"temperature": 0.9})
 
 
-@pytest.mark.parametrize("method", ["rejection", "coupled"])
+@pytest.mark.parametrize("method", LOSSLESS)
 def test_distribution_with_certain_drafts(method):
     """faults.md B16: p = [.7, .3], draft id 1: accepted with probability .3, and never drawn after its rejection."""
     p = torch.tensor([0.7, 0.3]).log().expand(3, 2)
@@ -315,7 +316,7 @@ def test_distribution_with_certain_drafts(method):
     assert abs((~rejected).double().mean() - 0.3) < 0.005
 
 
-@pytest.mark.parametrize("method", ["rejection", "coupled"])
+@pytest.mark.parametrize("method", LOSSLESS)
 def test_streams_are_disjoint(method):
     """faults.md B6: the case in which shared noise gave 63% for a token of 60%, with 131,072 draws."""
     p = torch.tensor([0.1, 0.6, 0.3]).log().expand(4, 3)
@@ -560,7 +561,18 @@ def test_opcheck(method, k):
     params = ops._unpack(batch_of(2, top_p=0.9), 2, torch.zeros(1))
     for q in (None, torch.randn(2, k, 5)):
         lse = None if q is None else q.logsumexp(-1)
-        args = (torch.randint(0, 5, (2, k)), torch.randn(2, k + 1, 5), q, lse, None, *params, method, "torch")
+        args = (
+            torch.randint(0, 5, (2, k)),
+            torch.randn(2, k + 1, 5),
+            q,
+            lse,
+            None,
+            *params,
+            method,
+            0.3,
+            0.09,
+            "torch",
+        )
         torch.library.opcheck(torch.ops.specdec.accept_reject.default, args)
 
 

@@ -174,7 +174,7 @@ class _Session(DraftSession):
         rows = torch.tensor(active, device=tokens.device)
         out = tokens.new_full((batch, k), ops.PAD)
         out[rows] = tokens[:, :k]
-        if round_.method != "rejection" or k == 0:
+        if round_.method not in ("rejection", "block") or k == 0:  # the others ask for no probabilities
             return Drafts(out, all_lens)
         width = logits[0].shape[-1]
         # Columns that the draft model lacks have probability zero.

@@ -1,20 +1,26 @@
 """``accept_reject``: how much of a drafted chain the target keeps, and the one token that it adds.
 
-Rejection sampling (Leviathan et al. 2023, Chen et al. 2023): accept x with probability min(1, p(x) / q(x)); at the
-first rejection draw from normalise(max(p - q, 0)); after K acceptances draw from p. The output follows p exactly;
-kernels/README.md has the proof. ``coupled`` instead replays the token that the request's noise selects at each absolute
-position, and accepts a draft while it is that token.
+p is the target's distribution at a position, q the drafter's (one-hot where the drafter is certain), u a uniform number.
+
+* ``rejection`` (Leviathan et al. 2023, Chen et al. 2023): keep x while u q(x) < p(x); at the first rejection draw from
+  normalise(max(p - q, 0)), after K acceptances from p.
+* ``block`` (Sun et al. 2024, "Block verification accelerates speculative decoding"): the same distribution, and on average
+  never fewer accepted tokens, because the prefix is judged as a whole.
+* ``coupled``: replay the token that the request's noise selects at each absolute position; keep a draft while it is that.
+* ``typical`` (Cai et al. 2024, "Medusa"): keep x while p(x) > min(epsilon, delta exp(-entropy)). Lossy.
+
+kernels/README.md has the proofs.
 """
 
 from __future__ import annotations
 
 import torch
 
-from specdec_triton.reference.logits import NEG_INF, bad_rows, log_probs
+from specdec_triton.reference.logits import NEG_INF, bad_rows, scaled_logits
 from specdec_triton.reference.noise import Stream, gumbel, uniform
 
 PAD = -1
-METHODS = ("greedy", "rejection", "coupled")
+METHODS = ("greedy", "rejection", "block", "coupled", "typical")
 
 
 def accept_reject(
@@ -31,6 +37,8 @@ def accept_reject(
     position: torch.Tensor,
     has_filters: bool | None,
     method: str,
+    epsilon: float,
+    delta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """tokens ``[B,K+1]``, num_accepted ``[B]``, status ``[B]``; see ``specdec_triton.ops.accept_reject``."""
     batch, k = draft_tokens.shape
@@ -46,47 +54,44 @@ def accept_reject(
     lens = usable.sum(-1)
     drafts = draft_tokens.where(usable, 0)
 
-    def per_position(x: torch.Tensor) -> torch.Tensor:  # [B] -> [B*(K+1)]
-        return x.repeat_interleave(k + 1)
-
     best = target_logits.argmax(-1)  # the lowest id of tied ones
-    accepted = usable & (drafts == best[:, :k])
+    accepted = _prefix(usable & (drafts == best[:, :k]))
     greedy = temperature <= 0
     if method == "greedy" or (device.type == "cpu" and bool(greedy.all())):
         return _emit(drafts, best, accepted, status)
 
-    t_rows, k_rows, p_rows, m_rows = map(per_position, (temperature, top_k, top_p, min_p))
-    log_p, _ = log_probs(target_logits.flatten(0, 1), t_rows, k_rows, p_rows, m_rows, has_filters)
-    log_p = log_p.view(batch, k + 1, vocab)
-
+    params = (temperature, top_k, top_p, min_p, has_filters)
+    scaled, lse = _scaled_rows(target_logits, *params)
     if method == "coupled":
         # One row at a time: the noise for all rows at once would be a [B,K+1,V] tensor.
         chosen = best.clone()
         for t in range(k + 1):
             noise = gumbel(seed, position + t, torch.zeros_like(position), Stream.COUPLED, vocab)
-            chosen[:, t] = torch.where(greedy, best[:, t], (log_p[:, t] + noise).argmax(-1))
-        return _emit(drafts, chosen, usable & (drafts == chosen[:, :k]), status)
+            chosen[:, t] = torch.where(greedy, best[:, t], (scaled[:, t] + noise).argmax(-1))
+        return _emit(drafts, chosen, _prefix(usable & (drafts == chosen[:, :k])), status)
 
-    log_q = _draft_log_probs(draft_logits, draft_lse, temperature, top_k, top_p, min_p, has_filters)
-    log_p_draft = log_p[:, :k].gather(-1, drafts[..., None])[..., 0]
-    log_q_draft = 0.0 if log_q is None else log_q.gather(-1, drafts[..., None])[..., 0]
+    log_p = scaled - lse[..., None]
+    log_q = None
+    if draft_logits is not None and k > 0 and method != "typical":
+        scaled, lse = _scaled_rows(draft_logits, *params)
+        log_q = scaled - (lse if draft_lse is None else draft_lse)[..., None]
     u = uniform(seed[:, None], position[:, None], step[:k], Stream.ACCEPT)
-    # u q < p: false for q = NaN, and for p = 0 whatever q is. q = 0 cannot have been drawn: reject.
-    ratio_passes = (u.log() + log_q_draft < log_p_draft) & (torch.as_tensor(log_q_draft) > NEG_INF)
-    accepted = torch.where(greedy[:, None], accepted, usable & ratio_passes)
+    weight = torch.ones_like(temperature)  # of p in the residual
+    if method == "rejection" or (method == "block" and log_q is None):  # the same where q is one-hot: kernels/README.md
+        num_accepted = _rejection(drafts, log_p, log_q, usable, u)
+    elif method == "block":
+        num_accepted, weight = _block(drafts, log_p, log_q, usable, u)
+    else:
+        num_accepted = _typical(drafts, log_p, usable, epsilon, delta)
+    num_accepted = torch.where(greedy, accepted, num_accepted)
 
     # The last token comes from one row per request: the residual of the first rejected draft, or p itself.
-    num_accepted = accepted.long().cumprod(-1).sum(-1)
     row = torch.arange(batch, device=device)
     rejected = num_accepted < lens
     log_last = log_p[row, num_accepted]
-    if k > 0:
+    if k > 0 and method != "typical":
         at = num_accepted.clamp(max=k - 1)
-        if log_q is None:
-            q = torch.zeros_like(log_last).scatter_(-1, drafts[row, at][:, None], 1.0)
-        else:
-            q = log_q[row, at].exp().nan_to_num(0.0)
-        residual = (log_last.exp() - q).clamp(min=0)
+        residual = _residual(log_last, weight, None if log_q is None else log_q[row, at], drafts[row, at])
         # p = q up to rounding leaves no residual; a rejection there has probability zero, and p is the right answer.
         use_residual = rejected & (residual.sum(-1) > 0)
         log_last = torch.where(use_residual[:, None], residual.log(), log_last)
@@ -95,38 +100,98 @@ def accept_reject(
         gumbel(seed, position, num_accepted, Stream.RECOVERED, vocab),
         gumbel(seed, position, num_accepted, Stream.BONUS, vocab),
     )
-    last = best.clone()
-    last[row, num_accepted] = torch.where(greedy, best[row, num_accepted], (log_last + noise).argmax(-1))
-    return _emit(drafts, last, accepted, status)
+    best[row, num_accepted] = torch.where(greedy, best[row, num_accepted], (log_last + noise).argmax(-1))
+    return _emit(drafts, best, num_accepted, status)
 
 
-def _draft_log_probs(
-    draft_logits: torch.Tensor | None,
-    draft_lse: torch.Tensor | None,
+def _scaled_rows(
+    logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     has_filters: bool | None,
-) -> torch.Tensor | None:
-    """log q ``[B,K,V]``; a given ``draft_lse`` must be what :func:`log_probs` returns, and so changes nothing here."""
-    if draft_logits is None or draft_logits.shape[1] == 0:
-        return None
-    batch, k, vocab = draft_logits.shape
-    t_rows, k_rows, p_rows, m_rows = (x.repeat_interleave(k) for x in (temperature, top_k, top_p, min_p))
-    log_q, lse = log_probs(draft_logits.flatten(0, 1), t_rows, k_rows, p_rows, m_rows, has_filters)
-    if draft_lse is not None:
-        log_q = log_q + (lse - draft_lse.flatten())[:, None]
-    return log_q.view(batch, k, vocab)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``scaled_logits`` of ``[B,R,V]``, and their log-sum-exp ``[B,R]``."""
+    rows = logits.shape[1]
+    t_rows, k_rows, p_rows, m_rows = (x.repeat_interleave(rows) for x in (temperature, top_k, top_p, min_p))
+    scaled, lse = scaled_logits(logits.flatten(0, 1), t_rows, k_rows, p_rows, m_rows, has_filters)
+    return scaled.view(logits.shape), lse.view(logits.shape[:2])
+
+
+def _rejection(
+    drafts: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor | None, usable: torch.Tensor, u: torch.Tensor
+) -> torch.Tensor:
+    """Accepted drafts ``[B]``: the first of them, while u q < p."""
+    log_p_draft, log_q_draft = _of_drafts(log_p, drafts), _of_drafts(log_q, drafts)
+    # False for q = NaN, and for p = 0 whatever q is. q = 0 cannot have been drawn: reject.
+    return _prefix(usable & (u.log() + log_q_draft < log_p_draft) & (log_q_draft > NEG_INF))
+
+
+def _block(
+    drafts: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor | None, usable: torch.Tensor, u: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accepted drafts ``[B]``, and the weight w ``[B]`` of p in the residual max(w p - q, 0) of the next one.
+
+    w_0 = 1, w_i = min(1, w_(i-1) p(x_i) / q(x_i)). The longest prefix i with u_i < h_i stays, where h_i is w_i for the whole
+    draft of N tokens, and S_i / (S_i + 1 - w_i) before, S_i being the mass of the residual after i drafts.
+    """
+    k = drafts.shape[1]
+    log_p_draft, log_q_draft = _of_drafts(log_p, drafts), _of_drafts(log_q, drafts)
+    drawn = usable & (log_q_draft > NEG_INF) & (log_p_draft > NEG_INF)  # q = 0 cannot have been drawn: reject
+    # The recursion, solved: w_i = exp(c_i - max(c_0 .. c_i)), c the running sum of log p / q.
+    sums = (log_p_draft - log_q_draft).where(drawn, NEG_INF).cumsum(-1)
+    weight = (sums - sums.cummax(-1).values.clamp(min=0.0)).exp()
+    h = weight.clone()
+    lens = usable.sum(-1)
+    for i in range(1, k):
+        w = weight[:, i - 1]
+        mass = _residual(log_p[:, i], w, None if log_q is None else log_q[:, i], drafts[:, i]).sum(-1)
+        h[:, i - 1] = torch.where((i == lens) | (w >= 1), w, mass / (mass + (1.0 - w)))
+    passes = usable & (u < h)
+    accepted = (passes * torch.arange(1, k + 1, device=drafts.device)).amax(-1)
+    weight = torch.cat([torch.ones_like(u[:, :1]), weight], -1)
+    return accepted, weight.gather(-1, accepted[:, None])[:, 0]
+
+
+def _typical(
+    drafts: torch.Tensor, log_p: torch.Tensor, usable: torch.Tensor, epsilon: float, delta: float
+) -> torch.Tensor:
+    """Accepted drafts ``[B]``: the first of them, while p > min(epsilon, delta exp(-entropy of p))."""
+    rows = log_p[:, : drafts.shape[1]]
+    entropy = -(rows.exp() * rows.masked_fill(rows == NEG_INF, 0.0)).sum(-1)
+    threshold = (delta * (-entropy).exp()).clamp(max=epsilon)
+    return _prefix(usable & (_of_drafts(log_p, drafts).exp() > threshold))
+
+
+def _of_drafts(log_probs: torch.Tensor | None, drafts: torch.Tensor) -> torch.Tensor:
+    """Log-probability ``[B,K]`` of each draft; 0 where the drafter is certain."""
+    if log_probs is None:
+        return torch.zeros(drafts.shape, device=drafts.device)
+    return log_probs[:, : drafts.shape[1]].gather(-1, drafts[..., None])[..., 0]
+
+
+def _residual(
+    log_p: torch.Tensor, weight: torch.Tensor, log_q: torch.Tensor | None, draft: torch.Tensor
+) -> torch.Tensor:
+    """max(weight p - q, 0) ``[B,V]`` of log p and log q ``[B,V]``; q is one-hot at ``draft [B]`` without log q."""
+    p = log_p.exp() * weight[:, None]
+    if log_q is None:
+        return p.scatter(-1, draft[:, None], 0.0)  # w p - 1 is never above 0
+    return (p - log_q.exp().nan_to_num(0.0)).clamp(min=0)
+
+
+def _prefix(accepted: torch.Tensor) -> torch.Tensor:
+    """How many of ``[B,K]`` come before the first False."""
+    return accepted.long().cumprod(-1).sum(-1)
 
 
 def _emit(
-    drafts: torch.Tensor, candidates: torch.Tensor, accepted: torch.Tensor, status: torch.Tensor
+    drafts: torch.Tensor, candidates: torch.Tensor, num_accepted: torch.Tensor, status: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accepted drafts, then the candidate of the first row that was not accepted, then padding."""
-    k = drafts.shape[1]
-    num_accepted = accepted.long().cumprod(-1).sum(-1).masked_fill(status, 0)
-    step = torch.arange(k + 1, device=drafts.device)
+    num_accepted = num_accepted.masked_fill(status, 0)
+    step = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     padded = torch.cat([drafts, drafts.new_full((drafts.shape[0], 1), PAD)], -1)
     tokens = torch.where(step < num_accepted[:, None], padded, candidates)
     tokens = tokens.masked_fill(step > num_accepted[:, None], PAD)

@@ -12,7 +12,7 @@ MIN_TEMPERATURE = 1e-5  # smaller positive temperatures count as this one: x / T
 NEG_INF = float("-inf")
 
 
-def log_probs(
+def scaled_logits(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     top_k: torch.Tensor,
@@ -20,16 +20,16 @@ def log_probs(
     min_p: torch.Tensor,
     has_filters: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities under the parameters, fp32 ``[R,V]``, -inf where removed, and their log-sum-exp ``[R]``.
+    """Logits over the temperature, fp32 ``[R,V]``, -inf where filtered out, and their log-sum-exp ``[R]``.
 
     Args:
         logits: ``[R,V]``, any floating dtype; -inf masks a token.
         temperature, top_k, top_p, min_p: ``[R]``. Rows with temperature 0 come back as if it were 1, unfiltered.
 
-    The log-sum-exp is that of logits / temperature over the kept tokens: log q(x) = logits[x] / temperature - lse.
+    Their difference is the log-probability of every token.
     """
     greedy = temperature <= 0
-    scaled = logits.float() / torch.where(greedy, 1.0, temperature.clamp(min=MIN_TEMPERATURE))[:, None]
+    scaled = logits.float() * torch.where(greedy, 1.0, temperature.clamp(min=MIN_TEMPERATURE)).reciprocal()[:, None]
     if has_filters is None:
         has_filters = bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()) if logits.device.type == "cpu" else True
     if has_filters:
@@ -39,8 +39,7 @@ def log_probs(
             torch.where(greedy, 1.0, top_p),
             torch.where(greedy, 0.0, min_p),
         )
-    lse = scaled.logsumexp(-1)
-    return scaled - lse[:, None], lse
+    return scaled, scaled.logsumexp(-1)
 
 
 def _filter(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""``sample``: one token per row by a Gumbel race, argmax(log p + noise); greedy at temperature 0."""
+"""``sample``: one token per row by a Gumbel race, argmax(logits / temperature + noise); greedy at temperature 0."""
 
 from __future__ import annotations
 
 import torch
 
-from specdec_triton.reference.logits import log_probs
+from specdec_triton.reference.logits import scaled_logits
 from specdec_triton.reference.noise import Stream, gumbel
 
 
@@ -21,11 +21,11 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens int64 ``[B]`` and the log-sum-exp fp32 ``[B]`` under the parameters; see ``specdec_triton.ops.sample``."""
     tokens = logits.argmax(-1)
-    log_p, lse = log_probs(logits, temperature, top_k, top_p, min_p, has_filters)
+    scaled, lse = scaled_logits(logits, temperature, top_k, top_p, min_p, has_filters)
     sampled = temperature > 0
     if logits.device.type == "cpu" and not bool(sampled.any()):
         return tokens, lse
     stream = Stream.COUPLED if node is None else Stream.DRAFT
     nodes = torch.full_like(position, node or 0)
-    drawn = (log_p + gumbel(seed, position, nodes, stream, logits.shape[-1])).argmax(-1)
+    drawn = (scaled + gumbel(seed, position, nodes, stream, logits.shape[-1])).argmax(-1)
     return torch.where(sampled, drawn, tokens), lse
