@@ -132,16 +132,37 @@ def _number(arch: str) -> int:
     return int(arch.removeprefix("sm_"))
 
 
-def attention_config(dim: int, group: int, kv_heads: int, dtype: torch.dtype, chip: Chip) -> AttentionConfig:
-    """For head size D, group G = Hq / Hkv and the query's dtype. All but stages and warps must not depend on the chip's load."""
-    wide = dim > 128
-    rows = _power_of_two(group * _ROWS_EXPECTED)
-    block_m = min(max(rows, 16), 32 if wide else 64)
-    block_n = 32 if wide or dtype == torch.float32 else 64
+def attention_config(
+    dim: int, group: int, kv_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype, chip: Chip
+) -> AttentionConfig:
+    """For head size D, group G = Hq / Hkv, the dtypes of query and cache; tiles and stages shrink until the chip can hold them."""
+    width, full = _power_of_two(dim), dtype == torch.float32
+    # fp32 products are exact, without tensor cores, and keep whole tiles in registers.
+    largest = (16 if full else 32) if width > 128 else 64
+    block_m = min(max(_power_of_two(group * _ROWS_EXPECTED), 16), largest)
+    block_n = (16 if full else 32) if width > 128 else 32 if full else 64
     num_splits = min(max(_power_of_two(128 // kv_heads), 16), 64)
-    stages = 2 if chip.backend == "cuda" else 1
+    stages = 3 if chip.backend == "cuda" else 1  # 3: a block's pages are known before its keys are asked for
+    warps = 4
+    if chip.backend == "cuda":
+        large = block_m * width > 4096 and chip.arch not in ("sm_90", "sm_100")  # those two multiply from shared memory
+        if large or fp8_mode(kv_dtype, chip) == "bytes":
+            warps = 8
     merge_rows = 64 if chip is INTERPRETER else 1
-    return AttentionConfig(block_m, block_n, 256, num_splits, 4, stages, merge_rows)
+    config = AttentionConfig(block_m, block_n, 256, num_splits, warps, stages, merge_rows)
+    while attention_shared_memory(config, dim, dtype) > chip.shared_memory:
+        if config.num_stages > 1:
+            config = config._replace(num_stages=config.num_stages - 1)
+        else:
+            config = config._replace(block_n=config.block_n // 2)
+    return config
+
+
+def attention_shared_memory(config: AttentionConfig, dim: int, dtype: torch.dtype) -> int:
+    """Bytes, at most: tiles of the query and of the weights, and those of keys and values on the way; one stage has one a time."""
+    row = _power_of_two(dim) * dtype.itemsize
+    ahead = max(2 * (config.num_stages - 1), 1)
+    return ahead * config.block_n * row + config.block_m * (row + config.block_n * dtype.itemsize)
 
 
 def fp8_mode(dtype: torch.dtype, chip: Chip) -> str:

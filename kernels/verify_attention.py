@@ -30,10 +30,10 @@ from specdec_triton.kernels._primitives import (
     KV_PLAIN,
     LOG2_E,
     NEG_INF,
-    key_offset,
     load_kv,
     matmul,
     narrow,
+    page_slot,
     popcount,
     softmax_step,
     tanh,
@@ -146,9 +146,12 @@ def _verify_attention_kernel(
         key = (chunk + (i // BLOCKS) * NUM_SPLITS) * SPLIT_SIZE + (i % BLOCKS) * BLOCK_N + tl.arange(0, BLOCK_N)
         held = (key >= start) & (key < end)
         table = block_table_ptr + b * stride_table
-        k_offset = key_offset(table, key, held, stride_k_page, stride_k_slot, PAGE_SIZE) + kv_head * stride_k_head
-        k = load_kv(k_cache_ptr + k_offset[None, :] + lane[:, None], held[None, :] & in_head[:, None], q.dtype, KV)
-        scores = matmul(q, k, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * factor
+        # Keys lie as values do, so that both share a layout and the table is read once.
+        page, slot = page_slot(table, key, held, PAGE_SIZE)
+        stored = held[:, None] & in_head
+        k_offset = page * stride_k_page + slot * stride_k_slot + kv_head * stride_k_head
+        k = load_kv(k_cache_ptr + k_offset[:, None] + lane, stored, q.dtype, KV)
+        scores = matmul(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * factor
         if HAS_SOFTCAP:
             scores = softcap * tanh(scores / softcap)
         new = key - context  # >= 0: index of a new position
@@ -161,8 +164,8 @@ def _verify_attention_kernel(
             sees = sees & (new[None, :] > (depth - sliding_window)[:, None])
         scores = tl.where(sees & held[None, :] & real[:, None], scores * LOG2_E, NEG_INF)
         highest, total, weights, decay = softmax_step(scores, highest, total)
-        v_offset = key_offset(table, key, held, stride_v_page, stride_v_slot, PAGE_SIZE) + kv_head * stride_v_head
-        v = load_kv(v_cache_ptr + v_offset[:, None] + lane, held[:, None] & in_head, q.dtype, KV)
+        v_offset = page * stride_v_page + slot * stride_v_slot + kv_head * stride_v_head
+        v = load_kv(v_cache_ptr + v_offset[:, None] + lane, stored, q.dtype, KV)
         acc = matmul(weights.to(v.dtype), v, acc * decay[:, None])
 
     if HAS_SCALES:
@@ -253,7 +256,7 @@ def verify_attention(
         return out
     group = heads // kv_heads
     chip = chip_of(q.device)
-    config = attention_config(dim, group, kv_heads, q.dtype, chip)
+    config = attention_config(dim, group, kv_heads, q.dtype, k_cache.dtype, chip)
     kv = fp8_mode(k_cache.dtype, chip)
     block_table = block_table.contiguous()
     if kv == "bytes":

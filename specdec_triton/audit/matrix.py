@@ -162,7 +162,7 @@ def _attention(
         from specdec_triton.kernels._config import attention_config
 
         size = sizes[0]
-        config = attention_config(model.dim, model.heads // model.kv_heads, model.kv_heads, dtype, chip)
+        config = attention_config(model.dim, model.heads // model.kv_heads, model.kv_heads, dtype, kv, chip)
         return traffic.attention(
             traffic.AttentionShape(
                 size.batch, size.steps, size.context, model.heads, model.kv_heads, model.dim, dtype.itemsize, kv.itemsize,

@@ -1,0 +1,104 @@
+"""Launch configurations as data: what holds for every model and chip."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specdec_triton.kernels._config import (
+    CHIPS,
+    INTERPRETER,
+    attention_config,
+    attention_shared_memory,
+    chip_of,
+    fp8_mode,
+    nearest_chip,
+    pretend,
+)
+
+DIMS = (16, 24, 64, 80, 96, 112, 128, 192, 256)
+GROUPS = (1, 2, 3, 4, 7, 8, 12, 16, 71)
+KV_HEADS = (1, 2, 3, 4, 8, 32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = torch.float8_e4m3fn
+MODELS = list(itertools.product(DIMS, GROUPS, KV_HEADS))
+
+
+def power_of_two(n):
+    return n > 0 and n & (n - 1) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.arch)
+def test_attention_fits(chip, dtype):
+    """Estimated shared memory, tiles that tensor cores take, chunks made of whole blocks, few warps."""
+    for (dim, group, kv_heads), kv in itertools.product(MODELS, (dtype, FP8)):
+        config = attention_config(dim, group, kv_heads, dtype, kv, chip)
+        assert attention_shared_memory(config, dim, dtype) <= chip.shared_memory
+        for block in (config.block_m, config.block_n):
+            assert power_of_two(block)
+            assert block >= 16
+        assert config.split_size % config.block_n == 0
+        assert power_of_two(config.num_splits)
+        assert config.num_warps * chip.warp_size <= 512
+        assert config.num_stages == 1 or chip.backend == "cuda"  # faults.md K3
+
+
+def test_attention_depends_on_the_model_and_the_chip_alone():
+    """A row's bits must not depend on T, B or a length, so a configuration cannot know them."""
+    assert list(inspect.signature(attention_config).parameters) == [
+        "dim",
+        "group",
+        "kv_heads",
+        "dtype",
+        "kv_dtype",
+        "chip",
+    ]
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.arch)
+def test_split_schedule_is_the_models(chip):
+    """Chunks and splits order the sums: the same on all chips, so that only a tile's shape can tell two of them apart."""
+    for dim, group, kv_heads in MODELS:
+        config = attention_config(dim, group, kv_heads, *[torch.bfloat16] * 2, chip)
+        same = attention_config(dim, group, kv_heads, *[torch.bfloat16] * 2, INTERPRETER)
+        assert (config.split_size, config.num_splits) == (same.split_size, same.num_splits)
+
+
+def test_fp8_mode():
+    """faults.md K4: fp8e4nv does not compile on sm_80 and sm_86; gfx942's own e4m3 is another format."""
+    native = {arch for arch, chip in CHIPS.items() if fp8_mode(FP8, chip) == "native"}
+    assert native == {"sm_89", "sm_90", "sm_100", "sm_120", "gfx950"}
+    assert {fp8_mode(torch.bfloat16, chip) for chip in CHIPS.values()} == {"plain"}
+    assert fp8_mode(FP8, INTERPRETER) == "bytes"
+
+
+@pytest.mark.parametrize(
+    ("arch", "taken"),
+    [("sm_90", "sm_90"), ("sm_87", "sm_86"), ("sm_103", "sm_100"), ("sm_121", "sm_120"), ("sm_75", "sm_86"),
+     ("gfx950", "gfx950"), ("gfx90a", "gfx942"), ("gfx1100", "gfx942")],
+)  # fmt: skip
+def test_nearest_chip(arch, taken):
+    assert nearest_chip(arch).arch == taken
+
+
+def test_pretend():
+    cpu = torch.device("cpu")
+    with pretend(CHIPS["sm_90"]):
+        assert chip_of(cpu).arch == "sm_90"
+        with pytest.raises(KeyError), pretend(CHIPS["gfx942"]):
+            raise KeyError
+        assert chip_of(torch.device("meta")).arch == "sm_90"
+    assert chip_of(cpu) is INTERPRETER
+
+
+def test_table():
+    for arch, chip in CHIPS.items():
+        assert chip.arch == arch
+        assert chip.shared_memory <= chip.shared_memory_per_sm
+        assert (chip.warp_size, chip.backend) in ((32, "cuda"), (64, "hip"))
