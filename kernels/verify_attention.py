@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import attention_config, chip_of, fp8_mode, on_device
+from specdec_triton.kernels._config import EXACT, attention_config, chip_of, fp8_mode, on_device
 from specdec_triton.kernels._primitives import (
     KV_FP8_BYTES,
     KV_FP8_NATIVE,
@@ -305,6 +305,7 @@ def verify_attention(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **shared,
+            **EXACT,
         )
         _merge_splits_kernel[(triton.cdiv(batch * count * heads, config.merge_rows),)](
             out,
@@ -321,5 +322,6 @@ def verify_attention(
             HAS_SINKS=sinks is not None,
             num_warps=4,
             **shared,
+            **EXACT,
         )
     return out

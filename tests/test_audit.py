@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from specdec_triton._library import why_not_triton
+from specdec_triton.audit import traffic
 from specdec_triton.audit.disassembly import Code, parse_amdgcn, parse_sass
 from specdec_triton.audit.traffic import AttentionShape, accept_reject, attention, sample
 from specdec_triton.cli import audit as command
@@ -43,7 +44,8 @@ SASS = """
         /*00b0*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
         /*00c0*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], !UPT ;
         /*10d0*/                   UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR4], tmem[UR12] ;
-        /*10e0*/                   FFMA R1, R2, R3, R4 ;
+        /*10e0*/                   HFMA2.MMA R1, -RZ, RZ, 0, 0 ;
+        /*10f0*/                   FFMA R1, R2, R3, R4 ;
 """
 GCN = """
 	buffer_load_dwordx4 v[2:5], v1, s[4:7], 0 offen
@@ -94,10 +96,34 @@ def test_traffic_by_hand():
     windowed = attention(shape._replace(window=3))  # keys 8..11: one chunk
     assert windowed.floor == 2 * 4 * 4 * 2 + 2 * query
     assert attention(shape._replace(block_m=1)).moved > attention(shape).moved
-    assert sample(2, 10, 2, 0) == (40, 40)
+    assert sample(2, 10, 2, filters=False) == (40, 40)
+    assert sample(2, 33, 2, filters=True) == (132 + 2 * 2 * 2 * 4, 132)  # two groups
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "moved", "floor"),
+    [
+        ("coupled", {}, 4, 4),
+        ("typical", {}, 4 + 1, 4),
+        ("rejection", {}, 4 + 1, 4),
+        ("rejection", {"has_draft": True, "has_lse": True}, 4 + 2, 4 + 1),
+        ("rejection", {"has_draft": True}, 7 + 2, 4 + 3),
+        ("block", {"has_draft": True, "has_lse": True}, 4 + 7, 4 + 3),
+        ("block", {}, 4 + 1, 4),
+    ],
+)
+def test_rows_moved(method, options, moved, floor):
+    """K = 3, counted in rows."""
+    options = {"has_draft": False, "has_lse": False, **options}
     row = 10 * 2
-    assert accept_reject(1, 3, 10, 2, draws_from_residual=False, has_draft=False, has_lse=False) == (4 * row, 4 * row)
-    assert accept_reject(1, 3, 10, 2, draws_from_residual=True, has_draft=True, has_lse=True) == (6 * row, 5 * row)
+    assert accept_reject(1, 3, 10, 2, method=method, filters=False, **options) == (moved * row, floor * row)
+
+
+@needs_triton
+def test_groups_are_the_kernels():
+    from specdec_triton.kernels._rows import _GROUP
+
+    assert traffic.GROUP == _GROUP
 
 
 @needs_triton

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -96,7 +96,7 @@ _ROWS = (
     Size(3, 6, 0, 262144),
     Size(5, 1, 0, 32000),
 )
-_LONG_DRAFTS = (Size(8, 17, 0, 128256), Size(1, 9, 0, 151936), Size(3, 64, 0, 49152))
+_LONG_DRAFTS = (Size(8, 33, 0, 128256), Size(1, 64, 0, 151936), Size(3, 40, 0, 49152))
 _ODD_VOCAB = (Size(8, 5, 0, 50257), Size(1, 2, 0, 32003), Size(64, 8, 0, 99999))
 
 
@@ -230,21 +230,26 @@ def _row_cases() -> list[Case]:
     bf16, fp32 = torch.bfloat16, torch.float32
     found = [
         _sample("race", bf16, _ROWS, None, False),
-        replace(_sample("race", fp32, _ROWS, None, False), quick=False),
+        _sample("race", fp32, _ROWS, None, False),
         _sample("race, filters", bf16, _ROWS, None, True),
         _sample("draft", bf16, _ROWS, 1, False),
         _sample("race, odd V", bf16, _ODD_VOCAB, None, False),
     ]
     for method in METHODS:
         found.append(_accept(method, bf16, "K <= 7", _ROWS[:4]))
-        found.append(_accept(method, bf16, "K > 7", _LONG_DRAFTS))
+        found.append(_accept(method, bf16, "K 32-63", _LONG_DRAFTS))
         if method != "greedy":
             found.append(_accept(method, bf16, "K <= 7, filters", _ROWS[:4], has_filters=True))
     for method in ("rejection", "block"):
         if method in METHODS:
             found.append(_accept(method, bf16, "K <= 7, draft", _ROWS[:4], has_draft=True, has_lse=True))
             found.append(_accept(method, bf16, "K <= 7, draft, no lse", _ROWS[:4], has_draft=True))
-            found.append(_accept(method, bf16, "K > 7, draft", _LONG_DRAFTS, has_draft=True, has_lse=True))
+            found.append(
+                _accept(
+                    method, bf16, "K <= 7, draft, filters", _ROWS[:4], has_draft=True, has_lse=True, has_filters=True
+                )
+            )
+            found.append(_accept(method, bf16, "K 32-63, draft", _LONG_DRAFTS, has_draft=True, has_lse=True))
     found.append(_accept("coupled", fp32, "K <= 7", _ROWS[:4]))
     found.append(_accept("coupled", bf16, "K <= 7, odd V", _ODD_VOCAB))
     return found
@@ -256,9 +261,9 @@ def _sample(name: str, dtype: torch.dtype, sizes: tuple[Size, ...], node: int | 
         ops.sample(logits, params=_params(size.batch, filters), return_lse=True, node=node, backend="triton")
 
     def moved(chip: Chip) -> Traffic:
-        return traffic.sample(sizes[0].batch, sizes[0].vocab, dtype.itemsize, 0)
+        return traffic.sample(sizes[0].batch, sizes[0].vocab, dtype.itemsize, filters=filters)
 
-    quick = name == "race"
+    quick = name.startswith("race") and dtype == torch.bfloat16
     return Case("sample", f"{_short(dtype)} {name}", call, moved, sizes, quick=quick)
 
 
@@ -292,12 +297,14 @@ def _accept(
             size.steps - 1,
             size.vocab,
             dtype.itemsize,
-            draws_from_residual=method in ("rejection", "block"),
+            method=method,
             has_draft=has_draft,
             has_lse=has_lse,
+            filters=has_filters,
         )
 
-    quick = name in ("K <= 7", "K <= 7, draft") and method in ("coupled", "rejection") and dtype == torch.bfloat16
+    short = name in ("K <= 7", "K <= 7, draft", "K <= 7, filters")
+    quick = short and method in ("coupled", "rejection") and dtype == torch.bfloat16
     return Case("accept_reject", f"{method} {_short(dtype)} {name}", call, moved, sizes, quick=quick)
 
 

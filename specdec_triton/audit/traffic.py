@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 FP32 = 4
+GROUP = 32  # tokens that share a maximum where a row is filtered: kernels/_rows.py
 
 
 class Traffic(NamedTuple):
@@ -63,29 +64,37 @@ def copy_rows(batch: int, rows: int, kv_heads: int, dim: int, kv_itemsize: int) 
     return Traffic(*[4 * batch * rows * kv_heads * dim * kv_itemsize] * 2)
 
 
-def sample(batch: int, vocab: int, itemsize: int, filter_passes: int) -> Traffic:
-    """The row once, and once more for every pass that looks for the filters' cut."""
+def sample(batch: int, vocab: int, itemsize: int, *, filters: bool) -> Traffic:
+    """The row once; with filters its group maxima are written, and read again for the cut."""
     row = batch * vocab * itemsize
-    return Traffic(moved=row * (1 + filter_passes), floor=row)
+    return Traffic(moved=row + _maxima(batch, vocab, filters), floor=row)
 
 
 def accept_reject(
-    batch: int, k: int, vocab: int, itemsize: int, *, draws_from_residual: bool, has_draft: bool, has_lse: bool
+    batch: int, k: int, vocab: int, itemsize: int, *, method: str, has_draft: bool, has_lse: bool, filters: bool
 ) -> Traffic:
-    """Every target row once; where the residual is drawn from, one target row and, with draft logits, its draft row again.
+    """Statistics read every target row once, and the draft rows where their log-sum-exp or cut is to be found. A method that
+    draws then reads the row that it draws from again, target's and drafter's; ``block``, which weighs the residuals of all
+    positions, reads all rows again.
 
-    Without ``draft_lse`` the draft rows are read for it, which belongs to the floor too. The floor has no second reading.
+    Floor: every target row once; of the draft rows one, where ``draft_lse`` makes the others needless, else all.
     """
     row = batch * vocab * itemsize
-    floor = row * (k + 1)
-    if has_draft:
-        floor += row if has_lse else row * k
-    moved = floor
-    if draws_from_residual:
-        moved += row
-        if has_draft and not has_lse:
-            moved += row
-    return Traffic(moved, floor)
+    weighs_all = method == "block" and has_draft
+    summed = k + 1 + (k if has_draft and (filters or not has_lse) else 0)
+    drawn = 0
+    if weighs_all:
+        drawn = 2 * k + 1
+    elif method not in ("greedy", "coupled"):
+        drawn = 2 if has_draft else 1
+    drafts = 0 if not has_draft else 1 if has_lse and not weighs_all else k
+    moved = row * (summed + drawn) + summed * _maxima(batch, vocab, filters)
+    return Traffic(moved, floor=row * (k + 1 + drafts))
+
+
+def _maxima(batch: int, vocab: int, filters: bool) -> int:
+    """Bytes of one row's group maxima, written and read."""
+    return 2 * batch * -(-vocab // GROUP) * FP32 if filters else 0
 
 
 def ngram_propose(batch: int, length: int, max_ngram: int) -> Traffic:
