@@ -1,20 +1,20 @@
-"""``accept_reject``: equal integers where the result is determined, a chi-square test where it is drawn."""
+"""``accept_reject``, where the result is determined: equal integers. What is drawn: test_accept_reject_draws.py."""
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from specdec_triton import SamplingParams, ops
+from specdec_triton._library import why_not_triton
+from specdec_triton.interpreter import counted
 from specdec_triton.ops import METHODS, SamplingBatch
-from specdec_triton.reference.noise import Stream, gumbel, philox, uniform
 from specdec_triton.testing import INF, NAN, assert_follows, batch_of, exact_probs
 
 OP = "accept_reject"
 VOCAB = 10
-LOSSLESS = ("rejection", "block", "coupled")
 
 
 def target_rows(*rows, vocab=VOCAB):
@@ -245,121 +245,37 @@ def test_draft_lse_changes_nothing(backend):
         assert torch.equal(a, b)
 
 
-# Distributions.
+# Typical.
 
-ROWS = 20000
-GRID = {
-    f"T{t}-k{k}-p{p}-m{m}": {"temperature": t, "top_k": k, "top_p": p, "min_p": m}
-    for (t, (k, p, m)) in itertools.product(
-        (0.5, 1.0, 2.0), ((0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.2), (5, 0.9, 0.05))
-    )
+TYPICAL = {  # target's probabilities, draft, options, whether it is kept. Threshold: min(epsilon, delta exp(-entropy))
+    "likely-enough": ([0.9, 0.1], 1, {}, True),  # 0.1 > 0.09 exp(-0.325) = 0.065
+    "too-unlikely": ([0.95, 0.05], 1, {}, False),  # 0.05 < 0.074
+    "epsilon-is-the-cap": ([0.95, 0.05], 1, {"typical_epsilon": 0.02}, True),
+    "a-larger-delta": ([0.9, 0.1], 1, {"typical_delta": 0.2}, False),
+    "flat-rows-forgive": ([0.125] * 8, 3, {}, True),  # exp(-entropy) = 1/8
+    "impossible": ([0.5, 0.5, 0.0], 2, {"typical_epsilon": 0.0}, False),
 }
 
 
-def chains(method, target, draft, params, rows=ROWS, certain=None):
-    """Drafts drawn as a drafter draws them, then judged: target ``[K+1,V]``, draft ``[K,V]``."""
-    k, vocab = draft.shape
-    q = draft.expand(rows, k, vocab).contiguous()
-    batch = batch_of(rows, position=100, **params)
-    if certain is not None:
-        drafts, q = torch.tensor(certain).expand(rows, k), None
-    elif method == "coupled":
-        at = [batch_of(rows, position=100 + j, **params) for j in range(k)]
-        drafts = torch.stack([ops.sample(q[:, j], params=at[j]) for j in range(k)], 1)
-    else:
-        drafts = torch.stack([ops.sample(q[:, j], params=batch, node=j) for j in range(k)], 1)
-    logits = target.expand(rows, k + 1, vocab).contiguous()
-    return drafts, ops.accept_reject(drafts, logits, q, params=batch, method=method)
+@pytest.mark.parametrize(("probs", "draft", "options", "kept"), TYPICAL.values(), ids=TYPICAL)
+def test_typical(probs, draft, options, kept, backend):
+    """Medusa's rule, whose acceptance draws nothing; draft logits are not asked."""
+    rows = 4
+    logits = torch.tensor(probs).log().expand(rows, 2, len(probs)).contiguous()
+    drafts = torch.full((rows, 1), draft)
+    for q in (None, torch.zeros(rows, 1, len(probs))):
+        params = batch_of(rows)
+        result = ops.accept_reject(drafts, logits, q, params=params, method="typical", backend=backend, **options)
+        assert result.num_accepted.tolist() == [int(kept)] * rows
 
 
-def assert_positions_follow(result, target, params):
-    """At each position, given that it is reached, the token follows the target, and so it does after each previous
-    token (noise shared between streams or positions would show there: faults.md B6, B7)."""
-    for j in range(result.tokens.shape[1]):
-        reached = result.num_accepted >= j
-        probs = exact_probs(target[j], **params)
-        assert_follows(result.tokens[reached, j], probs)
-        if j:
-            previous = result.tokens[:, j - 1]
-            for token in range(target.shape[1]):
-                if (chosen := reached & (previous == token)).sum() >= 200:
-                    assert_follows(result.tokens[chosen, j], probs)
-
-
-@pytest.mark.parametrize("method", LOSSLESS)
-@pytest.mark.parametrize("params", GRID.values(), ids=GRID)
-def test_distribution(params, method):
-    """faults.md B1, B2, B3: every position follows the target, whatever the parameters."""
-    generator = torch.Generator().manual_seed(len(str(params)))
-    target = torch.randn(4, 8, generator=generator).bfloat16().float()
-    draft = target[:3] + 0.7 * torch.randn(3, 8, generator=generator)
-    _, result = chains(method, target, draft, params)
-    assert_positions_follow(result, target, params)
-
-
-@pytest.mark.parametrize("method", LOSSLESS)
-def test_distribution_of_half_precision_logits(method):
-    """faults.md B2, B13: bf16 logits, fp32 arithmetic."""
-    target, draft = torch.randn(3, 8).bfloat16(), torch.randn(2, 8).bfloat16()
-    _, result = chains(method, target, draft, {"temperature": 0.9})
-    assert_positions_follow(result, target.float(), {"temperature": 0.9})
-
-
-@pytest.mark.parametrize("method", LOSSLESS)
-def test_distribution_with_certain_drafts(method):
-    """faults.md B16: p = [.7, .3], draft id 1: accepted with probability .3, and never drawn after its rejection."""
-    p = torch.tensor([0.7, 0.3]).log().expand(3, 2)
-    _, result = chains(method, p, p[:2], {}, rows=100_000, certain=[1, 0])
-    assert_positions_follow(result, p, {})
-    rejected = result.num_accepted == 0
-    assert set(result.tokens[rejected, 0].tolist()) == {0}
-    assert abs((~rejected).double().mean() - 0.3) < 0.005
-
-
-@pytest.mark.parametrize("method", LOSSLESS)
-def test_streams_are_disjoint(method):
-    """faults.md B6: the case in which shared noise gave 63% for a token of 60%, with 131,072 draws."""
-    p = torch.tensor([0.1, 0.6, 0.3]).log().expand(4, 3)
-    q = torch.tensor([0.3, 0.4, 0.3]).log().expand(3, 3)
-    _, result = chains(method, p, q, {}, rows=1 << 17)
-    assert_positions_follow(result, p, {})
-
-
-def test_acceptance_probability():
-    """faults.md B4, B5: sum of min(p, q), within 3 sigma. anchors.md F: draft [.6, .3, .1], target [.2, .5, .3]: id 0
-    is accepted 1/3 of the time, the residual is [0, .5, .5]."""
-    q, p = torch.tensor([[0.6, 0.3, 0.1]]).log(), torch.tensor([[0.2, 0.5, 0.3]]).log().expand(2, 3)
-    rows = 100_000
-    drafts, result = chains("rejection", p, q, {}, rows=rows)
-    accepted = result.num_accepted == 1
-    expected = 0.2 + 0.3 + 0.1
-    assert abs(accepted.double().mean() - expected) < 3 * (expected * (1 - expected) / rows) ** 0.5
-    first = drafts[:, 0] == 0
-    assert abs(accepted[first].double().mean() - 1 / 3) < 3 * (2 / 9 / first.sum()) ** 0.5
-    assert_follows(result.tokens[~accepted, 0], torch.tensor([0.0, 0.5, 0.5]))
-
-
-def test_joint_distribution_of_a_block():
-    """Two positions with a target that depends on the first token: exact enumeration of all pairs."""
-    vocab, rows = 4, 60_000
-    generator = torch.Generator().manual_seed(3)
-    first, q = torch.randn(vocab, generator=generator), torch.randn(vocab, generator=generator)
-    second = torch.randn(vocab, vocab, generator=generator)  # logits given the first token
-    params = batch_of(rows, position=7)
-    drafts = ops.sample(q.expand(rows, vocab).contiguous(), params=params, node=0)[:, None]
-    logits = torch.stack([first.expand(rows, vocab), second[drafts[:, 0]]], 1)
-    draft_logits = q.expand(rows, 1, vocab).contiguous()
-    result = ops.accept_reject(drafts, logits, draft_logits, params=params, method="rejection")
-    tokens = result.tokens.clone()
-    short = result.num_accepted == 0
-    # The rejected ones write their second token in the next round, which begins one position later.
-    later = batch_of(rows, position=8)
-    following = ops.accept_reject(
-        torch.empty(rows, 0, dtype=torch.int64), second[tokens[:, 0]][:, None], params=later, method="rejection"
-    )
-    tokens[short, 1] = following.tokens[short, 0]
-    joint = exact_probs(first)[:, None] * torch.stack([exact_probs(row) for row in second])
-    assert_follows(tokens[:, 0] * vocab + tokens[:, 1], joint.flatten())
+def test_typical_entropy_is_that_of_the_kept_tokens(backend):
+    """With top-k 1 it is zero: only the most likely token passes, and that for sure."""
+    logits = torch.tensor([0.4, 0.35, 0.25]).log().expand(2, 3)
+    for draft, accepted in ((0, 1), (1, 0)):
+        result = sampled("typical", drafts=[draft], logits=logits, backend=backend, top_k=1)
+        assert set(result.num_accepted.tolist()) == {accepted}
+        assert set(result.tokens[:, accepted].tolist()) == {0}
 
 
 # Coupled.
@@ -444,45 +360,114 @@ def test_odd_top_k_and_top_p(backend):
         assert torch.equal(sampled(drafts=[], logits=logits, top_k=top_k, backend=backend).tokens, want)
 
 
-# Noise.
+# The kernels: the same integers as the reference from the same noise, and the fewest bytes.
+
+REASON = why_not_triton(OP, "cpu")
+interpreted = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+EQUAL = {
+    **{method: (method, {}) for method in METHODS},
+    "rejection-top-k": ("rejection", {"top_k": 7}),
+    "block-top-p": ("block", {"top_p": 0.8, "temperature": 0.7}),
+    "coupled-min-p": ("coupled", {"min_p": 0.1, "top_k": 30}),
+    "typical-all": ("typical", {"top_k": 20, "top_p": 0.9, "min_p": 0.02}),
+}
 
 
-def test_philox_known_answers():
-    """The vectors published with Random123 (Salmon et al. 2011)."""
-    vectors = [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ]
-    for counter, (low, high), want in vectors:
-        seed = low | high << 32
-        seed -= (seed >> 63) << 64
-        out = philox(torch.tensor([seed]), *(torch.tensor([c]) for c in counter))
-        assert tuple(int(x) for x in out) == want
+@interpreted
+@pytest.mark.parametrize(("method", "options"), EQUAL.values(), ids=EQUAL)
+def test_thousands_of_rows_equal_the_reference(method, options):
+    """Ragged, part of them greedy, with and without what the drafter's ``sample`` returned."""
+    rows, k, vocab = 60 if options else 100, 4, 41
+    target = torch.randn(rows, k + 1, vocab).bfloat16()
+    draft = target[:, :k].float() + 0.5 * torch.randn(rows, k, vocab)
+    params = batch_of(rows, position=17, **options)
+    params.temperature[::9] = 0.0
+    drawn = [ops.sample(draft[:, j], params=params, node=j, return_lse=True) for j in range(k)]
+    drafts, lse = (torch.stack(x, 1) for x in zip(*drawn, strict=True))
+    if method in ("greedy", "coupled"):  # where nothing but the target's own token is kept, most drafts are that
+        for j in range(k):
+            at = replace(params, position=params.position + j)
+            own = target[:, j].argmax(-1) if method == "greedy" else ops.sample(target[:, j], params=at)
+            drafts[:, j] = torch.where(torch.rand(rows) < 0.8, own, drafts[:, j])
+    lens = torch.randint(0, k + 1, (rows,))
+    given = {"draft_lse": lse} if len(options) % 2 else {}
+    args = {"draft_lens": lens, "params": params, "method": method, **given}
+    want = ops.accept_reject(drafts, target, draft, backend="torch", **args)
+    got = ops.accept_reject(drafts, target, draft, backend="triton", **args)
+    assert want.num_accepted.unique().numel() == k + 1
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
 
 
-def test_noise_is_keyed_by_seed_position_node_and_stream():
-    """Any change of the key gives other numbers; u lies in the open interval (0, 1) (faults.md B10)."""
-    keys = list(itertools.product((0, 1, -1, 1 << 40), (0, 1, 1 << 20), (0, 1, 63), Stream))
-    rows = [gumbel(*(torch.tensor(x) for x in key[:3]), key[3], 64) for key in keys]
-    assert len({tuple(row.tolist()) for row in rows}) == len(keys)
-    n = 1 << 20
-    u = uniform(torch.arange(n), torch.zeros(n, dtype=torch.int64), torch.tensor(0), Stream.ACCEPT)
-    assert u.min() > 0
-    assert u.max() < 1
-    assert abs(u.mean() - 0.5) < 0.002
+@interpreted
+@pytest.mark.parametrize("method", ["rejection", "block", "coupled", "typical"])
+def test_a_wide_vocabulary_with_ties_and_every_filter(method):
+    """Several splits, a last one that is not full, thresholds on tied values, and rows without enough to bound the cut:
+    top-k beyond the groups of 32, top-p of a flat row."""
+    k, vocab = 1, 9001
+    filters = [
+        {"top_k": 1}, {"top_k": 50}, {"top_k": 400}, {"top_p": 0.9}, {"top_p": 0.0}, {"min_p": 0.3},
+        {"top_k": 300, "top_p": 0.95, "min_p": 0.01}, {"temperature": 0.3, "top_p": 0.999}, {"top_k": vocab}, {},
+    ]  # fmt: skip
+    rows = len(filters)
+    params = SamplingBatch.from_params([SamplingParams(seed=3, **x) for x in filters], [5] * rows)
+    target = (torch.randn(rows, k + 1, vocab) * 2).bfloat16()
+    target[:, :, 8500:] = -INF
+    target[3] = 0.01 * torch.randn(k + 1, vocab)
+    draft = target[:, :k].clone()
+    draft[:, :, ::3] += 0.5
+    drafts = ops.sample(draft[:, 0], params=params, node=0)[:, None]
+    args = {"params": params, "method": method}
+    want = ops.accept_reject(drafts, target, draft, backend="torch", **args)
+    got = ops.accept_reject(drafts, target, draft, backend="triton", **args)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
 
 
-def test_noise_of_different_streams_is_uncorrelated():
-    n = 1 << 16
-    seed, zero = torch.arange(n), torch.zeros(n, dtype=torch.int64)
-    columns = [uniform(seed, zero, torch.tensor(node), stream) for stream in Stream for node in (0, 1)]
-    correlation = torch.corrcoef(torch.stack(columns)) - torch.eye(len(columns))
-    assert correlation.abs().max() < 6 / n**0.5
+BYTES = {  # method, filters, draft logits, draft_lse, most launches
+    "greedy": ("greedy", {}, False, False, 2),
+    "coupled": ("coupled", {}, False, False, 2),
+    "coupled-filters": ("coupled", {"top_k": 50, "top_p": 0.9}, False, False, 6),
+    "rejection-n-gram": ("rejection", {}, False, False, 3),
+    "rejection": ("rejection", {}, True, True, 3),
+    "rejection-no-lse": ("rejection", {}, True, False, 3),
+    "rejection-filters": ("rejection", {"top_k": 50, "top_p": 0.9}, True, True, 6),
+    "block": ("block", {}, True, True, 3),
+    "typical": ("typical", {}, False, False, 3),
+}
+
+
+@interpreted
+@pytest.mark.parametrize(("method", "options", "has_draft", "has_lse", "launches"), BYTES.values(), ids=BYTES)
+def test_launches_and_bytes(method, options, has_draft, has_lse, launches):
+    """Every target row is read once; then one row again, with its draft row. All that is read is within 1.25 of that, and
+    what is written within 2% of it (a filtering request: 10%); V = 151,936, bf16, K = 5.
+
+    The searches of a filtering request read its candidates over and over; what comes from memory are distinct bytes.
+    """
+    k, vocab = 5, 151_936
+    target = torch.randn(1, k + 1, vocab).bfloat16() * 2
+    draft = target[:, :k].clone()
+    params = batch_of(1, position=3, **options)
+    drafts = torch.randint(0, vocab, (1, k))
+    draft.scatter_(-1, drafts[..., None], 30.0)  # so that the first draft is rejected
+    lse = draft.float().logsumexp(-1) if has_lse else None
+    with counted() as traffic:
+        ops.accept_reject(
+            drafts, target, draft if has_draft else None, draft_lse=lse, params=params, method=method, backend="triton"
+        )
+    row = vocab * 2
+    rows = k + 1
+    if method in ("rejection", "typical"):
+        rows += 1
+    if method == "rejection" and has_draft:
+        rows += 1 if has_lse and not options else 1 + k
+    if method == "block":
+        rows += 2 * k + 1
+    assert sum(x.launches for x in traffic.values()) <= launches
+    loaded = sum(x.distinct(name) if options else size for x in traffic.values() for name, size in x.loaded.items())
+    assert rows * row <= loaded <= 1.25 * rows * row
+    assert sum(sum(x.stored.values()) for x in traffic.values()) <= (0.1 if options else 0.02) * loaded
 
 
 # Arguments.
@@ -530,6 +515,9 @@ BAD = {
     "top-p-shape": (r"params\.top_p", spoiled("top_p", torch.ones(3))),
     "top-k-float": (r"params\.top_k", spoiled("top_k", torch.ones(2))),
     "seed-float": (r"params\.seed", spoiled("seed", torch.ones(2))),
+    "epsilon-above-1": ("typical_epsilon", {"typical_epsilon": 1.5}),
+    "delta-negative": ("typical_delta", {"typical_delta": -0.1}),
+    "epsilon-none": ("typical_epsilon", {"typical_epsilon": None}),
     "backend": ("backend", {"backend": "cuda"}),
 }
 
