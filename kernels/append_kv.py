@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import chip_of, on_device
+from specdec_triton.kernels._config import EXACT, chip_of, on_device
 from specdec_triton.kernels._primitives import encode_e4m3, head_tile, key_offset, narrow, widen
 
 _BLOCK = 1024
@@ -179,4 +179,5 @@ def append_kv(
             FP8=fp8,
             HAS_QUERY_LENS=query_lens is not None,
             num_warps=max(heads * block_d // (chip_of(k.device).warp_size * _PER_THREAD), 1),
+            **EXACT,
         )

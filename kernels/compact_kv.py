@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import chip_of, on_device
+from specdec_triton.kernels._config import EXACT, chip_of, on_device
 from specdec_triton.kernels._primitives import head_tile, key_offset
 
 _BYTES_PER_THREAD = 16  # one warp a program and one access a row: more would only make rows, taken in turn, slower
@@ -107,4 +107,5 @@ def compact_kv(
             PAGE_SIZE=page_size,
             HAS_PATH_LENS=path_lens is not None,
             num_warps=1,
+            **EXACT,
         )

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import on_device
+from specdec_triton.kernels._config import EXACT, on_device
 from specdec_triton.kernels._primitives import PAD
 
 _BLOCK = 1024
@@ -76,5 +76,6 @@ def ngram_propose(
             BLOCK=_BLOCK,
             BLOCK_K=triton.next_power_of_2(max(k, 1)),
             num_warps=4,
+            **EXACT,
         )
     return drafts, draft_lens
