@@ -14,6 +14,7 @@ import torch
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.errors import OutOfPagesError
+from specdec_triton.ops import METHODS
 from specdec_triton.testing import (
     INF,
     NAN,
@@ -617,7 +618,7 @@ def test_methods_in_one_batch():
         assert len(outputs[2].token_ids) == NEW
 
 
-@pytest.mark.parametrize("method", ["greedy", "rejection", "coupled"])
+@pytest.mark.parametrize("method", METHODS)
 def test_method_for_all_requests(method):
     """Temperature 0 is greedy under every method; ``greedy`` makes every request so."""
     engine = decoder(DraftModel(small()), 3, method=method)
@@ -640,15 +641,19 @@ TINY = {
 
 
 @pytest.mark.parametrize(
-    ("drafter", "params"),
-    [("model", {"temperature": 1.5, "top_p": 0.95}), ("certain", {"temperature": 1.0})],
-    ids=["model-filtered", "certain"],
+    ("method", "drafter", "params"),
+    [
+        ("auto", "model", {"temperature": 1.5, "top_p": 0.95}),
+        ("auto", "certain", {"temperature": 1.0}),
+        ("block", "model", {"temperature": 1.2, "min_p": 0.02}),
+    ],
+    ids=["model-filtered", "certain", "block"],
 )
-def test_rejection_follows_the_models_distribution(drafter, params):
+def test_drawn_texts_follow_the_models_distribution(method, drafter, params):
     """faults.md B1 to B6, B16, end to end: the first three tokens against exact enumeration."""
     model, prompt = toy_model(**TINY), [1, 2, 0]
     draft = DraftModel(toy_model(**TINY, seed=5)) if drafter == "model" else random_drafts(vocab=3)
-    engine = decoder(draft, 2, model, max_batch_size=250, page_size=8)
+    engine = decoder(draft, 2, model, max_batch_size=250, page_size=8, method=method)
     outputs = engine.generate([prompt] * 700, SamplingParams(**params, max_new_tokens=4))
     expected = torch.zeros(3, 3, 3, dtype=torch.float64)
     for a, b in itertools.product(range(3), repeat=2):
