@@ -51,13 +51,12 @@ def matmul(a, b, acc):
 def decode_e4m3(byte):
     """uint8 -> fp32, exact: sign, 4 bits of exponent (bias 7), 3 of mantissa. 0x7f and 0xff are NaN.
 
-    The seven low bits, moved to where fp16 has its exponent and mantissa, are the number divided by 2^8 (fp16's bias is 15),
-    subnormal numbers included.
+    The sign and the seven low bits, moved to where fp16 has its sign, exponent and mantissa, are the number divided by 2^8
+    (fp16's bias is 15), subnormal numbers included; only NaN comes out beyond 448.
     """
-    bits = byte.to(tl.int32)
-    magnitude = ((bits & 0x7F) << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
-    return tl.where((bits & 0x80) != 0, -magnitude, magnitude)
+    bits = (byte.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4080
+    x = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where(tl.abs(x) > 448.0, float("nan"), x)
 
 
 @triton.jit
