@@ -34,7 +34,7 @@ from specdec_triton.kernels._primitives import (
 
 SPLIT_V = 4096  # tokens of a split
 _GROUP = 32  # tokens that share a maximum
-_PEAKS = 1024  # group maxima of a block
+_PEAKS = 4096  # group maxima of a block
 _BLOCK_G = 64  # candidate groups of a block
 _LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 _HIGHEST: tl.constexpr = tl.constexpr(2**31 - 1)
@@ -134,6 +134,7 @@ def _row_stats_kernel(
     STREAM: tl.constexpr,  # of the race's noise; -1: argmax
     SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
+    GREEDY: tl.constexpr,  # every request, whatever its temperature
     ENTROPY: tl.constexpr,
     HAS_LENS: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
@@ -141,7 +142,7 @@ def _row_stats_kernel(
     DRAFTS_FOR_FILTERS: tl.constexpr,  # draft rows matter only where the request filters
 ):
     split, row, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    temperature = tl.load(temperature_ptr + b)
+    temperature = 0.0 if GREEDY else tl.load(temperature_ptr + b)
     inverse = inverse_of(temperature)
     if HAS_LENS:
         length = tl.load(lens_ptr + b)
@@ -201,7 +202,10 @@ def _between(low, high):
 
 @triton.jit
 def _weigh_peaks(peaks, key, highest, groups, BY_MASS, BLOCK: tl.constexpr):
-    """Of the group maxima >= key: how many (BY_MASS: their mass), the least of them, and the largest of the others."""
+    """Of the group maxima >= key: how many (BY_MASS: their mass), the least of them, and the largest of the others.
+
+    The groups past the vocabulary are there too, as -inf: they weigh nothing once key is above it.
+    """
     weight, above, below = 0.0, _HIGHEST, _LOWEST
     for start in range(0, groups, BLOCK):
         group = start + tl.arange(0, BLOCK)
@@ -261,7 +265,6 @@ def _candidates_kernel(
     tl.store(best_ptr + entry, NEG_INF, mask=part < splits)
     row_groups = splits * (SPLIT // GROUP)
     peaks = peaks_ptr + at * row_groups
-    groups = (vocab + GROUP - 1) // GROUP
 
     # The largest key that groups of enough weight reach: k of them, or (a little over) top-p of the mass.
     by_mass = (top_k <= 0) | (top_k >= vocab)
@@ -270,18 +273,17 @@ def _candidates_kernel(
     low = _ordered(tl.where(searching, NEG_INF, highest + tl.log(min_p)))
     key, high = low, _ordered(highest)
     while searching:
-        weight, above, below = _weigh_peaks(peaks, key, highest, groups, by_mass, BLOCK)
+        weight, above, below = _weigh_peaks(peaks, key, highest, row_groups, by_mass, BLOCK)
         low = tl.where(weight >= enough, above, low)
         high = tl.where(weight >= enough, high, below)
         key = _between(low, high)
         searching = low < high
 
     count = 0
-    for start in range(0, groups, BLOCK):
+    for start in range(0, row_groups, BLOCK):
         group = start + tl.arange(0, BLOCK)
-        inside = group < groups
-        peak = tl.load(peaks + group, mask=inside, other=NEG_INF)
-        reaches = inside & (_ordered(peak) >= low)
+        peak = tl.load(peaks + group, mask=group < row_groups, other=NEG_INF)
+        reaches = (group < (vocab + GROUP - 1) // GROUP) & (_ordered(peak) >= low)
         place = count + tl.cumsum(reaches.to(tl.int32), 0) - 1
         tl.store(candidates_ptr + at * row_groups + place, group, mask=reaches)
         count += tl.sum(reaches.to(tl.int32), 0)
@@ -469,6 +471,7 @@ def row_stats(
     has_filters: bool,
     stream: int = -1,
     node: int = 0,
+    greedy: bool = False,
     entropy: bool = False,
     drafts_for_filters: bool = False,
 ) -> RowStats:
@@ -501,6 +504,7 @@ def row_stats(
         node,
         *strides,
         STREAM=stream,
+        GREEDY=greedy,
         ENTROPY=entropy,
         HAS_DRAFT=draft_logits is not None,
         HAS_FILTERS=has_filters,

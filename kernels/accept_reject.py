@@ -372,8 +372,9 @@ def accept_reject(
             position,
             has_filters=filters,
             stream=STREAM_COUPLED.value if method == "coupled" else -1,
+            greedy=method == "greedy",
             entropy=method == "typical",
-            drafts_for_filters=draft_lse is not None,
+            drafts_for_filters=filters and draft_lse is not None,
         )
         all_rows, splits = rows.best.shape[1:]
         stats = (rows.stats, rows.best, rows.best_id)

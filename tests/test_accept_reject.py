@@ -89,6 +89,28 @@ def test_ties_go_to_the_lowest_id(backend):
     assert greedy([[1]], logits, backend).tokens.tolist() == [[1, 4000]]
 
 
+def test_greedy_compares_raw_logits(backend):
+    """Neighbouring numbers that become equal over the temperature, and logits that overflow over it, are told apart."""
+    low, high = 1.0, 1.0 + 2.0**-23
+    logits = torch.tensor([[[low, high], [1e30, 1.1e30]]])
+    for temperature in (0.0, 0.7, 3.0, 1e-5):
+        params = batch_of(1, temperature=temperature)
+        result = ops.accept_reject(torch.tensor([[1]]), logits, params=params, method="greedy", backend=backend)
+        assert result.tokens.tolist() == [[1, 1]]
+        assert result.status.tolist() == [0]
+
+
+def test_overflow_over_a_tiny_temperature_is_a_bad_row(backend):
+    """Sampled from fp32 logits of 1e35 at 1e-5: status 1, not some token."""
+    logits = torch.tensor([[[0.0, 1e35]], [[0.0, 1.0]]])
+    nothing = torch.empty(2, 0, dtype=torch.int64)
+    for method in METHODS[1:]:
+        params = batch_of(2, temperature=1e-5)
+        result = ops.accept_reject(nothing, logits, params=params, method=method, backend=backend)
+        assert result.status.tolist() == [1, 0]
+        assert result.tokens.tolist() == [[0], [1]]
+
+
 def test_draft_lens_end_the_draft(backend):
     """Drafts past draft_lens are not accepted even if right, and their rows not read."""
     logits = target_rows([1, 2, 3], [1, 2, 3], [1, 2, 3])

@@ -41,12 +41,14 @@ def accept_reject(
     delta: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """tokens ``[B,K+1]``, num_accepted ``[B]``, status ``[B]``; see ``specdec_triton.ops.accept_reject``."""
+    if method == "greedy":
+        temperature = torch.zeros_like(temperature)
     batch, k = draft_tokens.shape
     vocab = target_logits.shape[-1]
     device = draft_tokens.device
     step = torch.arange(k + 1, device=device)
     lens = torch.full((batch,), k, device=device) if draft_lens is None else draft_lens.long()
-    status = (bad_rows(target_logits) & (step <= lens[:, None])).any(-1)
+    status = (bad_rows(target_logits, temperature) & (step <= lens[:, None])).any(-1)
 
     # An id outside the vocabulary ends the draft: it and what follows are never read, accepted or counted.
     usable = (draft_tokens >= 0) & (draft_tokens < vocab) & (step[:k] < lens[:, None])

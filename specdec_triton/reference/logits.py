@@ -29,7 +29,7 @@ def scaled_logits(
     Their difference is the log-probability of every token.
     """
     greedy = temperature <= 0
-    scaled = logits.float() * torch.where(greedy, 1.0, temperature.clamp(min=MIN_TEMPERATURE)).reciprocal()[:, None]
+    scaled = logits.float() * _inverse(temperature)[:, None]
     if has_filters is None:
         has_filters = bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()) if logits.device.type == "cpu" else True
     if has_filters:
@@ -60,7 +60,12 @@ def _filter(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_
     return scaled.masked_fill(scaled < lowest, NEG_INF)
 
 
-def bad_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Rows ``[...]`` of ``logits [..., V]`` that hold NaN, +inf, or nothing but -inf."""
-    largest = logits.amax(-1)  # propagates NaN
-    return ~largest.isfinite()
+def _inverse(temperature: torch.Tensor) -> torch.Tensor:
+    """1 / temperature, by which kernels and reference multiply alike; 1 where it is 0 (greedy)."""
+    return torch.where(temperature <= 0, 1.0, temperature.clamp(min=MIN_TEMPERATURE)).reciprocal()
+
+
+def bad_rows(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Rows ``[B,R]`` of ``logits [B,R,V]`` whose largest value over the temperature is not finite: NaN, +inf, nothing but -inf."""
+    largest = logits.amax(-1).float()  # propagates NaN
+    return ~(largest * _inverse(temperature)[:, None]).isfinite()
