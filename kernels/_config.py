@@ -145,7 +145,8 @@ def attention_config(
     stages = 3 if chip.backend == "cuda" else 1  # 3: a block's pages are known before its keys are asked for
     warps = 4
     if chip.backend == "cuda":
-        large = block_m * width > 4096 and chip.arch not in ("sm_90", "sm_100")  # those two multiply from shared memory
+        # sm_90 and sm_100 multiply from shared memory; elsewhere four warps would keep too much of a large tile each.
+        large = (block_m > 32 or block_m * width > 4096) and chip.arch not in ("sm_90", "sm_100")
         if large or fp8_mode(kv_dtype, chip) == "bytes":
             warps = 8
     merge_rows = 64 if chip is INTERPRETER else 1

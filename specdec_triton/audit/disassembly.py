@@ -20,8 +20,9 @@ class Code(NamedTuple):
 
     Attributes:
         registers: vector registers of a thread (AMD: accumulation registers included).
-        spilled_bytes: of a thread, to local memory or scratch. NVIDIA names no size where the compiler cannot tell spills from
-            arrays, so there it is the bytes that its local-memory stores write.
+        spilled_bytes: of a thread, to local memory or scratch (AMD's scalars in lanes of vector registers are not spilled).
+            NVIDIA names no size where the compiler cannot tell spills from arrays, so there it is the bytes that the stores to
+            local memory write.
         stack_bytes: of a thread.
         tensor_core: matrix instructions. loads: from global memory, copies into shared memory included. wide_loads: of these,
             the ones of 128 bits or more.
