@@ -316,7 +316,7 @@ def _other_cases() -> list[Case]:
         ops.ngram_propose(tokens, _meta(size.batch, dtype=INT), size.steps, backend="triton")
 
     found = [
-        Case("ngram_propose", "k = 4", propose, lambda chip: traffic.ngram_propose(8, 4096, 3), sizes, quick=True),
+        Case("ngram_propose", "k = 4", propose, lambda chip: traffic.ngram_propose(8, 4096), sizes, quick=True),
     ]
     if hasattr(ops, "compact_kv"):
         found += [_compact("llama3-8b", torch.bfloat16), _compact("smollm2-135m", FP8)]

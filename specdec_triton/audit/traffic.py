@@ -53,10 +53,23 @@ def attention(s: AttentionShape) -> Traffic:
     return Traffic(moved=tiles * kv + used * query + 2 * partial + query, floor=kv + 2 * query)
 
 
-def append_kv(batch: int, steps: int, kv_heads: int, dim: int, itemsize: int, kv_itemsize: int) -> Traffic:
-    """One read and one write of every element: the floor."""
-    elements = 2 * batch * steps * kv_heads * dim
-    return Traffic(*[elements * (itemsize + kv_itemsize)] * 2)
+def attention_flops(batch: int, steps: int, context: int, heads: int, dim: int, window: int = 0) -> int:
+    """Multiplications and additions of both products over the keys that a chain's positions see."""
+    seen = [context + step + 1 for step in range(steps)]
+    return 4 * batch * heads * dim * sum(min(keys, window) if window else keys for keys in seen)
+
+
+def append_kv(
+    batch: int, steps: int, kv_heads: int, dim: int, itemsize: int, kv_itemsize: int, rotary: int = 0
+) -> Traffic:
+    """One read and one write of every element: the floor, but for keys that are rotated on the way. Those read each lane's
+    partner too, and cos and sin, of the keys' dtype, once for every head instead of once.
+    """
+    elements = batch * steps * kv_heads * dim
+    plain = 2 * elements * (itemsize + kv_itemsize)
+    factors = 2 * batch * steps * rotary * itemsize
+    partners = batch * steps * kv_heads * rotary * itemsize
+    return Traffic(moved=plain + partners + kv_heads * factors, floor=plain + factors)
 
 
 def copy_rows(batch: int, rows: int, kv_heads: int, dim: int, kv_itemsize: int) -> Traffic:
@@ -97,7 +110,8 @@ def _maxima(batch: int, vocab: int, filters: bool) -> int:
     return 2 * batch * -(-vocab // GROUP) * FP32 if filters else 0
 
 
-def ngram_propose(batch: int, length: int, max_ngram: int) -> Traffic:
-    """The text once for every token of the longest n-gram; floor: once."""
+def ngram_propose(batch: int, length: int) -> Traffic:
+    """The text once: only tokens that equal the tail's last one are compared with what comes before it, and those are
+    few."""
     text = batch * length * 8
-    return Traffic(moved=text * max_ngram, floor=text)
+    return Traffic(moved=text, floor=text)
