@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -25,10 +27,19 @@ def provenance() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "triton": version("triton"),
         "specdec_triton": specdec_triton.__version__,
         "python": platform.python_version(),
         "commit": _commit(),
     }
+
+
+def version(package: str) -> str | None:
+    """Of an installed distribution; None: it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _device() -> str:
@@ -43,12 +54,12 @@ def _device() -> str:
 
 
 def _commit() -> str:
-    """The commit, with a plus if files have changed since."""
+    """The commit, with a plus if files have changed since; ``$SPECDEC_COMMIT`` where a copy has no history."""
     try:
         commit = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=HERE, text=True).strip()
         changed = subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=HERE, text=True).strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("SPECDEC_COMMIT") or "unknown"
     return commit + ("+" if changed else "")
 
 
