@@ -169,8 +169,9 @@ def test_masked_ids_never_win(method, backend):
 
 
 def sampled(method="rejection", *, drafts, logits, draft_logits=None, lse=None, backend="torch", **params):
-    """The same drafts judged with many seeds (fewer in Triton's interpreter)."""
-    rows = 2000 if backend == "torch" else 60
+    """The same drafts judged with many seeds (fewer in Triton's interpreter, where a filter's search takes 50 ms a row)."""
+    filters = params.keys() & {"top_k", "top_p", "min_p"}
+    rows = 2000 if backend == "torch" else 12 if filters else 60
     return ops.accept_reject(
         torch.tensor(drafts, dtype=torch.int64).expand(rows, len(drafts)).contiguous(),
         logits.expand(rows, *logits.shape).contiguous(),
@@ -186,7 +187,7 @@ def test_equal_distributions_accept_everything(backend):
     """faults.md B18: p = q has acceptance 1, with and without draft_lse, filters included."""
     logits = torch.randn(4, VOCAB)
     drafts = torch.stack([logits[j].topk(3).indices for j in range(3)])[:, 0]
-    for params in ({}, {"top_k": 3}, {"top_p": 0.8, "temperature": 0.6}):
+    for params in ({}, {"top_k": 3, "top_p": 0.8, "temperature": 0.6}):
         result = sampled(drafts=drafts.tolist(), logits=logits, draft_logits=logits[:3], backend=backend, **params)
         assert set(result.num_accepted.tolist()) == {3}
 
@@ -255,7 +256,7 @@ def test_tiny_temperature_is_finite_and_nearly_greedy(backend):
 
 def test_draft_lse_changes_nothing(backend):
     """It only saves reading the draft rows."""
-    rows, k = 64, 3
+    rows, k = 64 if backend == "torch" else 12, 3
     target, draft = torch.randn(rows, k + 1, VOCAB), torch.randn(rows, k, VOCAB)
     params = batch_of(rows, temperature=0.8, top_p=0.9)
     drawn = [ops.sample(draft[:, j], params=params, node=j, return_lse=True, backend=backend) for j in range(k)]
@@ -305,7 +306,7 @@ def test_typical_entropy_is_that_of_the_kept_tokens(backend):
 
 def test_coupled_token_is_the_sampled_token(backend):
     """Position i's token is ``sample``'s at position i, whatever was drafted: one path (faults.md B17, C1)."""
-    rows, k = 24, 4
+    rows, k = 24 if backend == "torch" else 8, 4
     logits = torch.randn(rows, k + 1, 50)
     params = [SamplingParams(temperature=0.9, top_p=0.95, seed=7 * b) for b in range(rows)]
     path = torch.stack(
@@ -379,7 +380,8 @@ def test_odd_top_k_and_top_p(backend):
     }
     want = sampled(drafts=[], logits=logits, backend=backend).tokens
     for top_k in (0, -1, 10**7, VOCAB):
-        assert torch.equal(sampled(drafts=[], logits=logits, top_k=top_k, backend=backend).tokens, want)
+        got = sampled(drafts=[], logits=logits, top_k=top_k, backend=backend).tokens
+        assert torch.equal(got, want[: len(got)])
 
 
 # The kernels: the same integers as the reference from the same noise, and the fewest bytes.
