@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import sys
 import time
@@ -26,12 +27,14 @@ from typing import Any, Protocol
 import torch
 
 from bench.common import RESULTS, provenance, quantile, write_rows
+from specdec_triton._library import why_not_triton
 from specdec_triton.audit.traffic import Traffic
 from specdec_triton.kernels._config import CHIPS, INTERPRETER, Chip, chip_of
 
 OURS = "specdec"
 _FLUSHED = 256 << 20  # bytes written between calls; no chip's L2 is larger
 _MIB = 1 << 20
+_LONG = 5e-3  # seconds; a call that takes longer gains nothing from a graph, which would hold its memory a second time
 
 
 class Skip(Exception):
@@ -218,6 +221,8 @@ class Report:
 
     def __init__(self, bench: Bench, machine: str, out: Path | None) -> None:
         self.op, self.out = bench.op, out
+        if out:
+            write_rows(out, [])
         self.origin = provenance() | {"bench": bench.op, "machine": machine}
         self.rows: list[dict[str, Any]] = []
         self.failures: list[str] = []
@@ -225,8 +230,9 @@ class Report:
 
     def add(self, spec: Any, **values: Any) -> None:
         self.rows.append(self.origin | asdict(spec) | values)
-        if self.out:
-            write_rows(self.out, self.rows)
+        if self.out:  # at once: what was measured survives a crash
+            with self.out.open("a") as file:
+                file.write(json.dumps(self.rows[-1]) + "\n")
 
     def skipped(self, provider: str, reason: str) -> None:
         """Each reason once."""
@@ -259,9 +265,13 @@ def reason(error: BaseException) -> str:
 
 
 def machine_kind() -> str:
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if os.environ.get("TRITON_INTERPRET") == "1" and why_not_triton("sample", "cpu") is None:
         return "interpreter"
     return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def device_of(kind: str) -> torch.device:
+    return torch.device("cuda" if kind == "gpu" else "cpu")
 
 
 def gate(problem: Problem) -> str | None:
@@ -276,6 +286,7 @@ def measure(
     bench: Bench, spec: Any, report: Report, device: torch.device, clock: Clock, copy: float, args: Any
 ) -> None:
     """Gate, then all providers in turn; a row for each."""
+    on_gpu = machine_kind() == "gpu"
     problem = bench.build(spec, device)
     wrong = gate(problem)
     if wrong is not None:
@@ -288,8 +299,11 @@ def measure(
             continue
         try:
             call = provider.make()
-            call()
-            clock.wait()
+            for _ in range(2):  # the first may compile
+                begin = time.perf_counter()
+                call()
+                clock.wait()
+            seconds = time.perf_counter() - begin
         except Exception as error:
             if name == OURS:
                 report.failed(f"{label(spec)}: {reason(error)}")
@@ -297,14 +311,14 @@ def measure(
             report.skipped(name, reason(error))
             continue
         captured = False
-        if device.type == "cuda" and provider.graph and not args.no_graph:
+        if on_gpu and provider.graph and not args.no_graph and seconds < _LONG:
             try:
                 call, captured = capture(call), True
             except Exception as error:
                 report.skipped(name, f"its CUDA graph, so it is timed without: {reason(error)}")
                 clock.wait()
         calls[name] = (call, captured)
-    times = interleave(calls, clock, args.seconds, least=10 if device.type == "cuda" else 4)
+    times = interleave(calls, clock, args.seconds, least=10 if on_gpu else 4)
     traffic = bench.bytes_moved(spec, chip_of(device))
     cells = []
     for name, (_, captured) in calls.items():
@@ -312,7 +326,7 @@ def measure(
         row = timed_row(times[name], traffic, bench.flops(spec), copy, same_work=provider.same_work)
         if name == OURS:
             row |= {"correct": True}
-            if device.type == "cuda":
+            if on_gpu:
                 row |= {"moved_bytes": traffic.moved}
             for other, ratio in bench.vs.items():
                 if other in times:
@@ -385,7 +399,7 @@ def run(bench: Bench, argv: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     kind = machine_kind()
     report = Report(bench, kind, args.out)
-    device = torch.device("cuda" if kind == "gpu" else "cpu")
+    device = device_of(kind)
     specs, left_out = list(bench.specs(kind, args.quick)), 0
     if kind != "interpreter":
         clock: Clock = CudaClock(device) if kind == "gpu" else WallClock()

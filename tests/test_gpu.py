@@ -1,0 +1,514 @@
+"""Every op's Triton kernel on a GPU against the reference on the CPU, and what only a chip can show: bits, host reads, graphs.
+
+    python -m pytest -q tests/test_gpu.py
+    python tests/test_gpu.py --shard 0/4          # the same checks without pytest, a quarter of them
+    TRITON_INTERPRET=1 python tests/test_gpu.py --device cpu --only ragged     # the checks themselves, without a GPU
+
+What counts as equal: attention is at most twice as far from fp64 as PyTorch in the same dtype (1e-5 in fp32); bytes and bits are
+equal; so are integers, but for near ties by the rule of ``specdec_triton.testing.unexplained``. No op may read on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import SkipTest
+
+import torch
+
+from specdec_triton import PromptLookup, SamplingParams, SpeculativeDecoder, ops
+from specdec_triton._library import why_not_triton
+from specdec_triton.ops import METHODS, SamplingBatch
+from specdec_triton.testing import FP8, NAN, attention_oracle, batch_of, paged_case, toy_model, unexplained
+
+device = torch.device("cuda")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CHECKS: dict[str, Callable[[], object]] = {}
+
+
+def on_gpu(x: object) -> object:
+    """Tensors, and those in tuples, dicts and parameters, on the device."""
+    if isinstance(x, torch.Tensor):
+        return x.to(device)
+    if isinstance(x, dict):
+        return {name: on_gpu(value) for name, value in x.items()}
+    if isinstance(x, SamplingBatch):
+        return replace(x, **{name: on_gpu(value) for name, value in vars(x).items()})
+    return tuple(map(on_gpu, x)) if isinstance(x, tuple | list) else x
+
+
+@contextmanager
+def no_host_reads() -> Iterator[None]:
+    """A wait for the device raises inside (compiling a kernel does not wait)."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def call(op: Callable, *args: object, **options: object) -> object:
+    """The op's kernel on the device's copies of the arguments."""
+    args, options = on_gpu(args), on_gpu(options)
+    with no_host_reads():
+        return op(*args, **options, backend="triton")
+
+
+# Attention.
+
+
+def tree(*parents: int) -> torch.Tensor:
+    masks: list[int] = []
+    for node, parent in enumerate(parents):
+        masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
+    return torch.tensor([mask - (mask >> 63 << 64) for mask in masks])
+
+
+def on(context: list[int], new: int, **shape: object) -> dict[str, object]:
+    return {"context_lens": context, "new": new, **shape}
+
+
+ATTENTION = {
+    "page-1": (on([0, 1, 5, 33], 3, page_size=1), {}),
+    "page-48": (on([47, 1, 96], 3, page_size=48), {}),
+    "group-1": (on([9, 300], 3, q_heads=3, kv_heads=3), {}),
+    "group-3": (on([9, 300], 3, q_heads=9, kv_heads=3, dim=64), {}),
+    "group-7": (on([9, 300], 3, q_heads=28, kv_heads=4), {}),
+    "group-71": (on([9, 2], 3, q_heads=71, kv_heads=1), {}),
+    **{f"head-{d}": (on([11, 300], 5, dim=d), {}) for d in (80, 96, 128, 192, 256)},
+    **{f"T-{t}": (on([11, 300], t), {}) for t in (1, 2, 5, 8, 17, 64)},
+    "ragged": (on([12, 0, 7, 300], 5, query_lens=[5, 1, 0, 3]), {}),
+    "prefill": (on([0, 0], 40, query_lens=[40, 17], page_size=7), {}),
+    "window-4": (on([12, 3, 0, 300], 5), {"sliding_window": 4}),
+    "window-ragged": (on([300, 3], 5, query_lens=[2, 5], page_size=7), {"sliding_window": 260}),
+    "softcap": (on([12, 300], 3, amplitude=40.0), {"softcap": 50.0}),
+    "sinks": (on([12, 0, 300], 3), {"sinks": True}),
+    "tree": (on([12, 300], 5), {"tree_mask": tree(-1, 0, 0, 1, 2)}),
+    "tree-64": (on([5], 64), {"tree_mask": tree(-1, *range(63))}),
+    "tree-window": (on([12, 300], 5), {"tree_mask": tree(-1, 0, 0, 1, 2), "sliding_window": 4}),
+    "tree-empty-rows": (on([0, 0], 3), {"tree_mask": torch.tensor([1, 0, 5])}),
+    "fp8": (on([12, 300], 3, fp8=True), {}),
+    "fp8-128": (on([12, 300], 3, fp8=True, dim=128), {}),
+    "everything": (
+        on([60, 0, 9], 5, query_lens=[5, 2, 4], q_heads=6, dim=80, page_size=7, fp8=True, amplitude=5.0),
+        {"tree_mask": tree(-1, 0, 0, 1, 2), "sliding_window": 6, "softcap": 3.0, "sinks": True, "scale": 0.3},
+    ),
+}
+# Hq, Hkv, D of real models, at contexts of many chunks.
+REAL = {
+    "llama3-8b": (32, 8, 128),
+    "qwen2-0.5b": (14, 2, 64),
+    "gemma3-4b": (8, 4, 256),
+    "gpt-oss-20b": (64, 8, 64),
+    "phi2": (32, 32, 80),
+    "smollm2": (9, 3, 64),
+}
+
+
+def check_attention(arguments: dict, options: dict, dtype: torch.dtype) -> None:
+    case = paged_case(**{"page_size": 16, **arguments}, dtype=dtype)
+    if options.get("sinks") is True:
+        options = {**options, "sinks": torch.linspace(-1.0, 2.0, case.q.shape[2]).to(dtype)}
+    out = call(ops.verify_attention, *case.args, **case.scales, **options).cpu()
+    truth = attention_oracle(case, **options)
+    plain = attention_oracle(case, **options, dtype=dtype)
+    allowed = max(2 * float((plain.double() - truth).abs().max()), 1e-5 if dtype == torch.float32 else 0.0)
+    error = float((out.double() - truth).abs().max())
+    assert error <= allowed, f"{error:.2e} from fp64, allowed {allowed:.2e}"
+    for b, n in enumerate(case.query_lens.tolist()):
+        assert not out[b, n:].any(), "rows past query_lens are not 0"
+
+
+for _dtype in DTYPES:
+    for _name, (_arguments, _options) in ATTENTION.items():
+        CHECKS[f"attention-{_dtype}-{_name}"] = lambda a=_arguments, o=_options, d=_dtype: check_attention(
+            a, o, DTYPES[d]
+        )
+for _name, (_hq, _hkv, _dim) in REAL.items():
+    for _fp8 in (False, True):
+        _arguments = on([0, 900, 4097], 5, q_heads=_hq, kv_heads=_hkv, dim=_dim, fp8=_fp8)
+        CHECKS[f"attention-{_name}{'-fp8' if _fp8 else ''}"] = lambda a=_arguments: check_attention(
+            a, {}, torch.bfloat16
+        )
+
+
+def check_bits(shape: tuple[int, int, int], dtype: torch.dtype, fp8: bool, **options: object) -> None:
+    """A text's rows have the same bits for T in {1, 2, 5, 8, 17} and in batches of 1, 3 and 64, with query_lens or without."""
+    q_heads, kv_heads, dim = shape
+    lengths = [600, *(30 + 37 * i % 900 for i in range(63))]
+    case = paged_case([n - 17 for n in lengths], 17, q_heads=q_heads, kv_heads=kv_heads, dim=dim, dtype=dtype, fp8=fp8)
+    q, k_cache, v_cache, table, context = (x.to(device) for x in case.args[:5])
+    scales = on_gpu({name: x for name, x in case.scales.items() if x is not None})
+
+    def score(rows: int, first: int, count: int, lens: torch.Tensor | None = None) -> torch.Tensor:
+        """Text 0 in a batch of ``rows``, positions first .. first + count - 1 of the 17."""
+        order = torch.arange(rows - 1, -1, -1, device=device)
+        part = q[order, first : first + count]
+        with no_host_reads():
+            out = ops.verify_attention(
+                part, k_cache, v_cache, table[order], context[order] + first, lens, **scales, **options,
+                backend="triton",
+            )  # fmt: skip
+        return out[-1]
+
+    whole = score(1, 0, 17)
+    for count in (1, 2, 5, 8):
+        for first in (0, 17 - count):
+            assert torch.equal(score(1, first, count), whole[first : first + count]), f"T = {count} at {first}"
+    for rows in (3, 64):
+        for count in (1, 5, 17):
+            want = whole[17 - count :]
+            assert torch.equal(score(rows, 17 - count, count), want), f"T = {count} in a batch of {rows}"
+            lens = torch.full((rows,), count, dtype=torch.int32, device=device)
+            assert torch.equal(score(rows, 17 - count, count, lens), want), f"T = {count}, {rows} rows, query_lens"
+
+
+for _name, _shape in {"4x128": (8, 2, 128), "3x64": (9, 3, 64), "1x80": (4, 4, 80), "2x256": (4, 2, 256)}.items():
+    for _dtype in ("fp32", "bf16"):
+        CHECKS[f"bits-{_name}-{_dtype}"] = lambda s=_shape, d=_dtype: check_bits(s, DTYPES[d], False)
+CHECKS["bits-fp8"] = lambda: check_bits((8, 2, 128), torch.bfloat16, True)
+CHECKS["bits-window"] = lambda: check_bits((8, 2, 128), torch.bfloat16, False, sliding_window=100)
+CHECKS["bits-softcap"] = lambda: check_bits((8, 2, 128), torch.bfloat16, False, softcap=5.0)
+
+
+# Pages.
+
+
+def raw(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu().view(torch.uint8)
+
+
+def paged_problem(dtype: torch.dtype, page_size: int, kv_heads: int, dim: int, count: int) -> tuple:
+    """k, v, caches, table, context_lens, query_lens, scales."""
+    contexts, lens = [0, 5, page_size - 1, 300], [count, 0, 1, count]
+    new = torch.float32 if dtype == FP8 else dtype
+    k, v = (4 * torch.randn(4, count, kv_heads, dim).to(new) for _ in range(2))
+    columns = -(-(300 + count) // page_size) + 1
+    caches = [torch.randn(4 * columns + 3, page_size, kv_heads, dim).to(dtype) for _ in range(2)]
+    table = torch.randperm(4 * columns + 3)[: 4 * columns].view(4, columns).int()
+    scales = {}
+    if dtype == FP8:
+        scales = {"k_scale": torch.linspace(0.05, 2.0, kv_heads), "v_scale": torch.linspace(1.5, 0.01, kv_heads)}
+    return k, v, caches, table, torch.tensor(contexts).int(), torch.tensor(lens).int(), scales
+
+
+def check_append(dtype: torch.dtype, page_size: int, kv_heads: int, dim: int) -> None:
+    """Every byte of the caches, those that must not change included."""
+    k, v, caches, table, context, lens, scales = paged_problem(dtype, page_size, kv_heads, dim, 5)
+    theirs, mine = [x.clone() for x in caches], [x.to(device) for x in caches]
+    ops.append_kv(k, v, *theirs, table, context, lens, **scales, backend="torch")
+    call(ops.append_kv, k, v, *mine, table, context, lens, **scales)
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(raw(a), raw(b))
+
+
+def check_rotary(dtype: torch.dtype, interleaved: bool) -> None:
+    """Rotated keys are at most twice as far from fp64 as PyTorch's; values and all else byte for byte."""
+    k, v, caches, table, context, lens, _ = paged_problem(dtype, 16, 4, 64, 5)
+    angle = torch.rand(4, 5, 32) * 6
+    angle = angle.repeat_interleave(2, -1) if interleaved else angle.repeat(1, 1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    mine, theirs = [x.to(device) for x in caches], [x.clone() for x in caches]
+    turns = {"cos": cos, "sin": sin, "interleaved": interleaved}
+    call(ops.append_kv, k, v, *mine, table, context, lens, **turns)
+    ops.append_kv(k, v, *theirs, table, context, lens, **turns, backend="torch")
+
+    def rotated(dtype: torch.dtype) -> torch.Tensor:
+        x, c, s = k.to(dtype), cos[:, :, None].to(dtype), sin[:, :, None].to(dtype)
+        if interleaved:
+            turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+        else:
+            turned = torch.cat([-x[..., 32:], x[..., :32]], -1)
+        return x * c + turned * s
+
+    truth, plain = rotated(torch.float64), rotated(dtype)
+    allowed = 2 * float((plain.double() - truth).abs().max())
+    got = mine[0].cpu()
+    touched = torch.zeros(got.shape[:2], dtype=torch.bool)
+    for b, n in enumerate(lens.tolist()):
+        for t in range(n):
+            position = int(context[b]) + t
+            at = int(table[b, position // 16]), position % 16
+            touched[at] = True
+            assert float((got[at].double() - truth[b, t]).abs().max()) <= allowed
+    assert torch.equal(raw(got[~touched]), raw(caches[0][~touched]))
+    assert torch.equal(raw(mine[1]), raw(theirs[1]))
+
+
+def check_compact(dtype: torch.dtype, page_size: int, kv_heads: int, dim: int, given: bool) -> None:
+    _, _, caches, table, context, _, _ = paged_problem(dtype, page_size, kv_heads, dim, 9)
+    path = torch.tensor([[0, 2, 5, 8], [0, 1, 2, 3], [1, 4, -1, -1], [-1, -1, -1, -1]]).int()
+    path = torch.nn.functional.pad(path, (0, 5), value=-1)
+    lens = (path >= 0).sum(1).int() if given else None
+    theirs, mine = [x.clone() for x in caches], [x.to(device) for x in caches]
+    ops.compact_kv(*theirs, table, context, path, lens, backend="torch")
+    call(ops.compact_kv, *mine, table, context, path, lens)
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(raw(a), raw(b))
+
+
+for _dtype, _type in {**DTYPES, "fp8": FP8}.items():
+    for _size, _heads, _dim in ((1, 2, 64), (16, 8, 128), (7, 3, 80), (16, 1, 256)):
+        _name = f"{_dtype}-page-{_size}-{_heads}x{_dim}"
+        CHECKS[f"append-{_name}"] = lambda a=(_type, _size, _heads, _dim): check_append(*a)
+        CHECKS[f"compact-{_name}"] = lambda a=(_type, _size, _heads, _dim, _size == 16): check_compact(*a)
+for _dtype in DTYPES:
+    for _pairs in (False, True):
+        CHECKS[f"rotary-{_dtype}{'-interleaved' if _pairs else ''}"] = lambda a=(_dtype, _pairs): check_rotary(
+            DTYPES[a[0]], a[1]
+        )
+
+
+# Tokens.
+
+FILTERS = {
+    "plain": {},
+    "top-k": {"top_k": 50},
+    "top-p": {"top_p": 0.9, "temperature": 0.7},
+    "min-p": {"min_p": 0.05},
+    "all": {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "temperature": 0.8},
+}
+
+
+def assert_same(got: tuple, judge: Callable, *, exact: bool = False) -> None:
+    """Equal integers; where nothing is drawn without an exception for near ties."""
+    got = [x.cpu() for x in got]
+    if exact:
+        assert all(torch.equal(a, b) for a, b in zip(got, judge(lambda x: x), strict=True))
+        return
+    wrong = unexplained(got, judge)
+    assert not wrong, f"requests {wrong} differ from the reference"
+
+
+def check_accept(method: str, options: dict, dtype: torch.dtype, vocab: int, rows: int, given: str) -> None:
+    """``given``: nothing, ``draft`` or ``lse`` too. Ragged, some rows greedy, some with ids outside the vocabulary."""
+    k = 5 if vocab < 5000 else 2
+    target = (torch.randn(rows, k + 1, vocab) * 2).to(dtype)
+    target[:, :, vocab - vocab // 10 :] = -float("inf")
+    draft = (target[:, :k].float() + 0.5 * torch.randn(rows, k, vocab)).to(dtype)
+    params = batch_of(rows, position=17, **options)
+    params.temperature[::9] = 0.0
+    drawn = [ops.sample(draft[:, j], params=params, node=j, return_lse=True, backend="torch") for j in range(k)]
+    drafts, lse = (torch.stack(x, 1) for x in zip(*drawn, strict=True))
+    own = target[:, :k].argmax(-1)
+    drafts = torch.where(torch.rand(rows, k) < (0.7 if method == "greedy" else 0.2), own, drafts)
+    drafts[1 % rows, k - 1], drafts[2 % rows, 0] = -1, vocab
+    lens = torch.randint(0, k + 1, (rows,)).int()
+    draft = draft if given else None
+    lse = lse if given == "lse" else None
+    same = {"draft_lens": lens, "params": params, "method": method}
+
+    def judge(change: Callable[[torch.Tensor], torch.Tensor]) -> object:
+        q = None if draft is None else change(draft)
+        return ops.accept_reject(drafts, change(target), q, draft_lse=lse, **same, backend="torch")
+
+    got = call(ops.accept_reject, drafts, target, draft, draft_lse=lse, **same)
+    assert_same(got, judge, exact=method == "greedy")
+
+
+for _method in METHODS:
+    for _filters, _options in FILTERS.items():
+        if _method == "greedy" and _options:
+            continue
+        for _given in ("", "draft", "lse") if _method in ("rejection", "block") else ("",):
+            _name = f"accept-{_method}-{_filters}{'-' + _given if _given else ''}"
+            CHECKS[_name] = lambda a=(_method, _options, torch.bfloat16, 1000, 150, _given): check_accept(*a)
+    _options = {} if _method == "greedy" else FILTERS["all"]
+    CHECKS[f"accept-{_method}-wide"] = lambda a=(_method, {}, torch.bfloat16, 151_936, 4, "lse"): check_accept(*a)
+    CHECKS[f"accept-{_method}-wide-filters"] = lambda a=(_method, _options, torch.float16, 151_936, 4, "lse"): (
+        check_accept(*a)
+    )
+    CHECKS[f"accept-{_method}-fp32"] = lambda a=(_method, _options, torch.float32, 8193, 20, "draft"): check_accept(*a)
+
+
+def check_bad_logits(method: str) -> None:
+    """NaN, +inf and rows of -inf end their request alone."""
+    logits = torch.randn(5, 4, 5000)
+    logits[0, 1, 3], logits[2, 3, 4999], logits[3, 0] = NAN, float("inf"), -float("inf")
+    drafts = logits.nan_to_num().argmax(-1)[:, :3]
+    args = {"params": batch_of(5, seed=3), "method": method}
+    want = ops.accept_reject(drafts, logits, **args, backend="torch")
+    got = call(ops.accept_reject, drafts, logits, **args)
+    assert got.status.tolist() == want.status.tolist() == [1, 0, 1, 1, 0]
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
+
+
+def check_sample(options: dict, dtype: torch.dtype, vocab: int, rows: int, node: int | None) -> None:
+    logits = (torch.randn(rows, vocab) * 2).to(dtype)
+    logits[:, ::7] = logits[:, :1]  # ties
+    params = batch_of(rows, position=5, **options)
+    params.temperature[::9] = 0.0
+
+    def judge(change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        return [ops.sample(change(logits), params=params, node=node, backend="torch")]
+
+    tokens, lse = call(ops.sample, logits, params=params, node=node, return_lse=True)
+    assert_same((tokens,), judge)
+    greedy = params.temperature == 0
+    assert torch.equal(tokens.cpu()[greedy], logits[greedy].argmax(-1))
+    if not params.has_filters:
+        truth = (logits.double() / torch.where(greedy, 1.0, params.temperature)[:, None]).logsumexp(-1)
+        plain = (logits.float() / torch.where(greedy, 1.0, params.temperature)[:, None]).logsumexp(-1)
+        allowed = max(2 * float((plain - truth).abs().max()), 4e-6)  # 4 roundings of a number near 10
+        assert float((lse.cpu() - truth).abs().max()) <= allowed
+
+
+for _method in METHODS:
+    CHECKS[f"bad-logits-{_method}"] = lambda m=_method: check_bad_logits(m)
+for _filters, _options in FILTERS.items():
+    for _dtype in DTYPES:
+        CHECKS[f"sample-{_filters}-{_dtype}"] = lambda a=(_options, _dtype): check_sample(
+            a[0], DTYPES[a[1]], 5003, 60, None
+        )
+    CHECKS[f"sample-{_filters}-wide"] = lambda o=_options: check_sample(o, torch.bfloat16, 151_936, 6, 2)
+
+
+def check_ngram(vocab: int, capacity: int, rows: int) -> None:
+    tokens = torch.randint(0, vocab, (rows, capacity))
+    lens = torch.randint(0, capacity + 1, (rows,)).int()
+    lens[0] = capacity
+    for k, low, high in ((5, 1, 3), (1, 2, 4), (16, 1, 1)):
+        got = call(ops.ngram_propose, tokens, lens, k, low, high)
+        want = ops.ngram_propose(tokens, lens, k, low, high, backend="torch")
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
+
+
+for _vocab, _capacity, _rows in ((2, 40, 30), (40, 300, 64), (1000, 4000, 8), (40, 32768, 2)):
+    CHECKS[f"ngram-{_vocab}-{_capacity}"] = lambda a=(_vocab, _capacity, _rows): check_ngram(*a)
+
+
+# The whole.
+
+
+def check_graph() -> None:
+    """A CUDA graph of a verify pass's ops, replayed on other inputs, gives what the ops give."""
+    if device.type != "cuda":
+        raise SkipTest("needs a GPU")
+    case = paged_case([40, 300], 5, q_heads=8, kv_heads=2, dim=64, dtype=torch.bfloat16)
+    q, *pages = on_gpu(case.args)
+    target = torch.randn(2, 6, 32000, device=device).bfloat16()
+    drafts, params = torch.randint(0, 32000, (2, 5), device=device), on_gpu(batch_of(2, top_p=0.9))
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = ops.verify_attention(q, *pages, backend="triton")
+        result = ops.accept_reject(drafts, target, params=params, method="coupled", backend="triton")
+        return out, *result
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        q.copy_(torch.randn(q.shape, generator=generator))
+        target.copy_(torch.randn(target.shape, generator=generator))
+        params.seed.fill_(seed)
+        graph.replay()
+        for a, b in zip(captured, step(), strict=True):
+            assert torch.equal(a, b)
+
+
+PROMPTS = [[3, 5, 7, 3, 5, 7, 3, 5, 7, 11, 3], [2, 9], [8, 8, 8, 8]]
+
+
+def texts(kind: str, where: torch.device, exact: bool | None, params: dict) -> list[list[int]]:
+    model = toy_model(kind, **({"sliding_window": 4} if kind == "gemma2" else {})).to(where)
+    backend = "triton" if where == device else "torch"
+    engine = SpeculativeDecoder(model, PromptLookup(), num_draft_tokens=3, exact=exact, backend=backend)
+    outs = engine.generate(PROMPTS, SamplingParams(max_new_tokens=24, **params))
+    return [out.token_ids for out in outs]
+
+
+def check_text(kind: str, **params: object) -> None:
+    """Tiny models in fp32: the CPU's text (their logits are far apart)."""
+    assert texts(kind, device, False, params) == texts(kind, torch.device("cpu"), False, params)
+
+
+def check_exact() -> None:
+    """Bit-exact decoding on this chip: available, or refused with a reason that is printed."""
+    from specdec_triton.exactness import ExactnessError
+
+    try:
+        got = texts("llama", device, True, {"temperature": 0})
+    except ExactnessError as error:
+        raise SkipTest(f"exact=True was refused here: {error}") from error
+    assert got == texts("llama", torch.device("cpu"), True, {"temperature": 0})
+
+
+CHECKS["graph"] = check_graph
+CHECKS["text-llama-greedy"] = lambda: check_text("llama", temperature=0)
+CHECKS["text-llama-coupled"] = lambda: check_text("llama", seed=3, top_k=20)
+CHECKS["text-gemma2-greedy"] = lambda: check_text("gemma2", temperature=0)
+CHECKS["text-exact"] = check_exact
+
+
+# With pytest, and without.
+
+
+def pytest_generate_tests(metafunc):
+    metafunc.parametrize("check", CHECKS.values(), ids=CHECKS)
+
+
+def test_on_a_gpu(check):
+    if not torch.cuda.is_available():
+        raise SkipTest("needs a GPU")
+    if (why := why_not_triton("verify_attention", "cuda")) is not None:
+        raise SkipTest(f"needs Triton: {why}")
+    check()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """One line for each check that did not pass, and one that counts; 1: a failure."""
+    global device
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th check, from the I-th on")
+    parser.add_argument("--only", default="", metavar="TEXT", help="checks whose name holds it")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no check after so long")
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("no GPU: nothing to check")
+        return 0
+    index, of = map(int, args.shard.split("/"))
+    torch.set_num_threads(max((os.cpu_count() or 1) // of, 1))
+    begin, passed, failed, skipped, left = time.perf_counter(), 0, [], [], 0
+    for name in [name for name in CHECKS if args.only in name][index::of]:
+        if time.perf_counter() - begin > args.seconds:
+            left += 1
+            continue
+        torch.manual_seed(0)
+        try:
+            CHECKS[name]()
+            passed += 1
+        except SkipTest as reason:
+            skipped.append(name)
+            print(f"SKIPPED {name}: {reason}", flush=True)
+        except Exception as error:
+            failed.append(name)
+            print(f"FAILED {name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+            if len(failed) <= 3:
+                print(traceback.format_exc()[-3000:], flush=True)
+    seconds = time.perf_counter() - begin
+    print(
+        f"shard {args.shard}: {passed} passed, {len(failed)} failed, {len(skipped)} skipped, {left} not run, {seconds:.0f} s"
+    )
+    return 1 if failed or left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
