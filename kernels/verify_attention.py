@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import EXACT, attention_config, chip_of, fp8_mode, on_device
+from specdec_triton.kernels._config import EXACT, at_most_registers, attention_config, chip_of, fp8_mode, on_device
 from specdec_triton.kernels._primitives import (
     KV_FP8_BYTES,
     KV_FP8_NATIVE,
@@ -304,6 +304,7 @@ def verify_attention(
             HAS_SCALES=k_scale is not None,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **(at_most_registers(255, chip) if kv == "bytes" else {}),
             **shared,
             **EXACT,
         )
