@@ -32,7 +32,7 @@ from specdec_triton.audit.traffic import Traffic
 from specdec_triton.kernels._config import CHIPS, INTERPRETER, Chip, chip_of
 
 OURS = "specdec"
-_FLUSHED = 256 << 20  # bytes written between calls; no chip's L2 is larger
+_FLUSHED = 256 << 20  # bytes written between calls; no chip's last cache is larger
 _MIB = 1 << 20
 _LONG = 5e-3  # seconds; a call that takes longer gains nothing from a graph, which would hold its memory a second time
 
@@ -275,9 +275,11 @@ def device_of(kind: str) -> torch.device:
 
 
 def gate(problem: Problem) -> str | None:
-    """What is wrong with ours, an exception included."""
+    """What is wrong with ours, an exception included; too little memory judges nothing."""
     try:
         return problem.gate()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return reason(error)
 
@@ -418,6 +420,8 @@ def run(bench: Bench, argv: Sequence[str] | None = None) -> int:
                     count(bench, spec, report)
                 else:
                     measure(bench, spec, report, device, clock, copy, args)
+            except torch.OutOfMemoryError:
+                report.skipped(label(spec), "it does not fit the device's memory")
             except Exception as error:
                 report.failed(f"{label(spec)}: {reason(error)}")
             if kind == "gpu":

@@ -233,6 +233,15 @@ def test_a_red_gate_is_not_timed(gate, pretended_gpu, tmp_path, capsys):
     assert "FAILED" in capsys.readouterr().out
 
 
+def test_running_out_of_memory_is_a_line(pretended_gpu, capsys):
+    def gate():
+        raise torch.OutOfMemoryError("wanted 9 GiB")
+
+    bench = broken(small(bench_of("sample").BENCH), gate=gate)
+    assert micro.run(bench, ["--seconds", "0.001"]) == 0
+    assert "skipped: it does not fit the device's memory" in capsys.readouterr().out
+
+
 def test_ours_failing_is_a_failure(pretended_gpu, capsys):
     bench = broken(small(bench_of("sample").BENCH), specdec=micro.Provider(raising))
     assert micro.run(bench, ["--seconds", "0.001"]) == 1
