@@ -16,6 +16,7 @@ from bench import micro
 from specdec_triton._library import why_not_triton
 from specdec_triton.audit.traffic import Traffic
 from specdec_triton.kernels._config import CHIPS
+from specdec_triton.testing import unexplained
 
 OPS = ("verify_attention", "append_kv", "compact_kv", "accept_reject", "sample", "ngram_propose")
 ORIGIN = {
@@ -271,3 +272,18 @@ def test_specs_of_a_gpu(op):
         assert module.flops(spec) >= 0
         assert module.memory(spec) > 0
         assert json.loads(json.dumps(asdict(spec))) == asdict(spec)
+
+
+def test_only_near_ties_are_excused():
+    """The rule by which kernels are judged on a chip: 1e-6 apart is a near tie, 1e-3 is not, and equal needs no excuse."""
+    logits = torch.zeros(3, 4)
+    logits[:, 2] = torch.tensor([1e-6, 1e-3, 1e-6])
+    logits[:, 1] = torch.tensor([0.0, 0.0, -1.0])
+    logits[:, [0, 3]] = -9.0
+
+    def judge(change):
+        return [change(logits).argmax(-1)]
+
+    assert unexplained([torch.tensor([2, 2, 2])], judge) == []
+    assert unexplained([torch.tensor([1, 2, 2])], judge) == []
+    assert unexplained([torch.tensor([1, 1, 1])], judge) == [1, 2]
