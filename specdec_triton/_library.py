@@ -7,6 +7,7 @@ give shapes alone, so the ops run on the meta device, under ``torch.compile`` an
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -46,9 +47,19 @@ def why_not_triton(op: str, device_type: str) -> str | None:
         return "the package triton is not installed"
     if importlib.util.find_spec(f"specdec_triton.kernels.{op}") is None:
         return "this op has no Triton kernel yet"
-    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device_type != "cpu":
+        return None
+    if os.environ.get("TRITON_INTERPRET") != "1":
         return "tensors on the CPU need the interpreter: set TRITON_INTERPRET=1 before the first import"
+    if _release("triton") < (3, 9) and _release("numpy") >= (2, 4):
+        return "the interpreter of triton before 3.9 fails with numpy 2.4 and later: install triton>=3.9 or numpy<2.4"
     return None
+
+
+def _release(package: str) -> tuple[int, int]:
+    """``3.9.0+git`` -> (3, 9)."""
+    major, minor = importlib.metadata.version(package).split(".")[:2]
+    return int(major), int(minor)
 
 
 @cache

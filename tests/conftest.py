@@ -1,7 +1,8 @@
 """Shared settings of the suite.
 
 One thread: the models are tiny, and threads that wait for a busy core make the suite ten times slower. A test that asks
-for ``backend`` runs on PyTorch, and on Triton where the op that its module names as ``OP`` has a kernel that can run.
+for ``backend`` runs on PyTorch, and on Triton where the op that its module names as ``OP`` has a kernel that can run:
+without a GPU in Triton's interpreter, if triton is installed. On a GPU the kernels are tested by test_gpu.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from specdec_triton._library import why_not_triton
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are imported
 
 
 if importlib.util.find_spec("hypothesis"):

@@ -243,7 +243,9 @@ def test_prompt_lookup_refuses(sizes):
         PromptLookup(*sizes)
 
 
-@pytest.mark.parametrize("drafter", [PromptLookup(1), PromptLookup(4, 2), PromptLookup(10, 10), NoDraft()], ids=repr)
+@pytest.mark.parametrize(
+    "drafter", [PromptLookup(1), PromptLookup(4, 2), PromptLookup(10, 10), NoDraft()], ids=["1", "2-4", "10", "none"]
+)
 def test_lookup_of_other_sizes(drafter):
     assert texts(decoder(drafter, 6), greedy()) == plain()
 

@@ -174,18 +174,23 @@ class FakeSpecs:
         return object() if name in self.names else None
 
 
+NEW, OLD = {"triton": (3, 9), "numpy": (2, 4)}, {"triton": (3, 6), "numpy": (2, 4)}
+
+
 @pytest.mark.parametrize(
-    ("installed", "device", "interpret", "reason"),
+    ("installed", "releases", "device", "interpret", "reason"),
     [
-        ((), "cuda", None, "the package triton is not installed"),
-        (("triton",), "cuda", None, "this op has no Triton kernel yet"),
-        (("triton", "specdec_triton.kernels.sample"), "cpu", None, "set TRITON_INTERPRET=1"),
-        (("triton", "specdec_triton.kernels.sample"), "cpu", "1", None),
-        (("triton", "specdec_triton.kernels.sample"), "cuda", None, None),
+        ((), NEW, "cuda", None, "the package triton is not installed"),
+        (("triton",), NEW, "cuda", None, "this op has no Triton kernel yet"),
+        (("triton", "specdec_triton.kernels.sample"), NEW, "cpu", None, "set TRITON_INTERPRET=1"),
+        (("triton", "specdec_triton.kernels.sample"), NEW, "cpu", "1", None),
+        (("triton", "specdec_triton.kernels.sample"), OLD, "cpu", "1", "fails with numpy 2.4"),
+        (("triton", "specdec_triton.kernels.sample"), OLD, "cuda", None, None),
     ],
 )
-def test_why_not_triton(installed, device, interpret, reason, monkeypatch):
+def test_why_not_triton(installed, releases, device, interpret, reason, monkeypatch):
     monkeypatch.setattr(_library.importlib, "util", FakeSpecs(*installed))
+    monkeypatch.setattr(_library, "_release", releases.get)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if interpret:
         monkeypatch.setenv("TRITON_INTERPRET", interpret)
