@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import EXACT, on_device
+from specdec_triton.kernels._config import EXACT, at_most_registers, chip_of, on_device
 from specdec_triton.kernels._primitives import (
     NEG_INF,
     PAD,
@@ -421,6 +421,7 @@ def accept_reject(
             HAS_LSE=draft_lse is not None,
             HAS_CUT=rows.cut is not None,
             num_warps=8,
+            **(at_most_registers(128, chip_of(target_logits.device)) if k <= 7 else {}),
             **flags,
         )
         _pick_kernel[(batch,)](

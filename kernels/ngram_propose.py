@@ -35,18 +35,18 @@ def _ngram_propose_kernel(
     text = tokens_ptr + b * stride_batch
     best = tl.full([BLOCK], -1, tl.int64)  # match length * 2^32 + position
     for start in range(0, length - 1, BLOCK):
-        end = start + tl.arange(0, BLOCK)
+        end = (start + tl.arange(0, BLOCK)).to(tl.int64)
         run = end < length - 1
         matched = tl.zeros([BLOCK], tl.int64)
         for back in range(max_ngram):
             inside = run & (end >= back)  # so the tail reaches back as far
-            tail = tl.load(text + tl.maximum(length - 1 - back, 0) * stride_token)
+            tail = tl.load(text + tl.maximum(length - 1 - back, 0).to(tl.int64) * stride_token)
             run = inside & (tl.load(text + (end - back) * stride_token, mask=inside, other=0) == tail)
             matched += run.to(tl.int64)
         best = tl.maximum(best, tl.where(matched >= min_ngram, (matched << 32) + end, -1))
     winner = tl.max(best, 0)
-    at = (winner & 0xFFFFFFFF).to(tl.int32)
-    found = tl.where(winner >= 0, tl.minimum(length - 1 - at, k), 0)
+    at = winner & 0xFFFFFFFF
+    found = tl.where(winner >= 0, tl.minimum(length - 1 - at, k), 0).to(tl.int32)
     step = tl.arange(0, BLOCK_K)
     drafts = tl.load(text + (at + 1 + step) * stride_token, mask=step < found, other=PAD)
     tl.store(draft_tokens_ptr + b * k + step, drafts, mask=step < k)

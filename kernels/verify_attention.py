@@ -2,7 +2,7 @@
 
     out[b, t, h] = sum_j softmax_j(scale * q[b, t, h] . k[j]) v[j]      over the keys j that position t may see
 
-Grid ``(B * row tiles, Hkv, NUM_SPLITS)``. A program holds BLOCK_M of the T * G rows that share a KV head (G query heads of T
+Grid ``(B * row tiles, Hkv, splits)``. A program holds BLOCK_M of the T * G rows that share a KV head (G query heads of T
 positions), so that keys and values are read once for all of them, and walks over the key chunks that fall to its split: chunk c
 (keys c * SPLIT_SIZE and up) belongs to split c % NUM_SPLITS, whatever the lengths, T or B are. A second kernel, one program for
 each row, merges the splits (kernels/README.md). All lengths are read on the device.
@@ -59,8 +59,8 @@ def _chunks(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def _verify_attention_kernel(
-    partial_ptr,  # fp32 [B,T,Hq,NUM_SPLITS,D]: sums of weights x values
-    stats_ptr,  # fp32 [B,T,Hq,NUM_SPLITS,2]: their maximum (base 2) and sum of weights
+    partial_ptr,  # fp32 [B,T,Hq,splits,D]: sums of weights x values
+    stats_ptr,  # fp32 [B,T,Hq,splits,2]: their maximum (base 2) and sum of weights
     q_ptr,  # [B,T,Hq,D]
     k_cache_ptr,  # [P,S,Hkv,D]
     v_cache_ptr,  # [P,S,Hkv,D]
@@ -170,17 +170,17 @@ def _verify_attention_kernel(
 
     if HAS_SCALES:
         acc *= tl.load(v_scale_ptr + kv_head)
-    out = ((b * count + step) * heads + head) * NUM_SPLITS + split
+    out = ((b * count + step) * heads + head) * tl.num_programs(2) + split
     tl.store(partial_ptr + out[:, None] * HEAD_DIM + lane, acc, mask=real[:, None] & in_head)
     tl.store(stats_ptr + out * 2, highest, mask=real)
     tl.store(stats_ptr + out * 2 + 1, total, mask=real)
 
 
-@triton.jit(do_not_specialize=["rows", "count", "heads", "sliding_window"])
+@triton.jit(do_not_specialize=["rows", "count", "heads", "splits", "sliding_window"])
 def _merge_splits_kernel(
     out_ptr,  # [B,T,Hq,D]
-    partial_ptr,  # fp32 [B,T,Hq,NUM_SPLITS,D]
-    stats_ptr,  # fp32 [B,T,Hq,NUM_SPLITS,2]
+    partial_ptr,  # fp32 [B,T,Hq,splits,D]
+    stats_ptr,  # fp32 [B,T,Hq,splits,2]
     context_lens_ptr,  # int32 [B]
     query_lens_ptr,  # int32 [B]
     sinks_ptr,  # [Hq]
@@ -188,6 +188,7 @@ def _merge_splits_kernel(
     rows,  # B * T * Hq
     count,
     heads,
+    splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -211,7 +212,7 @@ def _merge_splits_kernel(
     split = tl.arange(0, NUM_SPLITS)
     used = (split[None, :] + NUM_SPLITS - (first_chunk % NUM_SPLITS)[:, None]) % NUM_SPLITS
     used = (used < (last_chunk - first_chunk)[:, None]) & real[:, None]
-    at = row[:, None] * NUM_SPLITS + split[None, :]
+    at = row[:, None] * splits + split[None, :]
     highest = tl.load(stats_ptr + at * 2, mask=used, other=NEG_INF)
     total = tl.load(stats_ptr + at * 2 + 1, mask=used, other=0.0)
     peak = tl.max(highest, 1)
@@ -261,8 +262,11 @@ def verify_attention(
     block_table = block_table.contiguous()
     if kv == "bytes":
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    partial = torch.empty(batch, count, heads, config.num_splits, dim, dtype=torch.float32, device=q.device)
-    stats = torch.empty(batch, count, heads, config.num_splits, 2, dtype=torch.float32, device=q.device)
+    # Splits that the table is too short to reach have no programs and no memory; the schedule stays what it is.
+    reachable = max(triton.cdiv(block_table.shape[1] * page_size, config.split_size), 1)
+    splits = min(config.num_splits, reachable)
+    partial = torch.empty(batch, count, heads, splits, dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(batch, count, heads, splits, 2, dtype=torch.float32, device=q.device)
     shared = {
         "HEAD_DIM": dim,
         "BLOCK_D": triton.next_power_of_2(dim),
@@ -273,7 +277,7 @@ def verify_attention(
         "HAS_WINDOW": sliding_window is not None,
     }
     with on_device(q):
-        _verify_attention_kernel[(batch * triton.cdiv(count * group, config.block_m), kv_heads, config.num_splits)](
+        _verify_attention_kernel[(batch * triton.cdiv(count * group, config.block_m), kv_heads, splits)](
             partial,
             stats,
             q,
@@ -319,6 +323,7 @@ def verify_attention(
             batch * count * heads,
             count,
             heads,
+            splits,
             BLOCK_ROWS=config.merge_rows,
             HAS_SINKS=sinks is not None,
             num_warps=4,

@@ -96,6 +96,8 @@ _ROWS = (
     Size(3, 6, 0, 262144),
     Size(5, 1, 0, 32000),
 )
+_DRAFTS_OF_8 = (Size(8, 9, 0, 128256), Size(1, 16, 0, 151936), Size(3, 12, 0, 49152))
+_DRAFTS_OF_16 = (Size(8, 17, 0, 128256), Size(1, 32, 0, 151936), Size(3, 25, 0, 49152))
 _LONG_DRAFTS = (Size(8, 33, 0, 128256), Size(1, 64, 0, 151936), Size(3, 40, 0, 49152))
 _ODD_VOCAB = (Size(8, 5, 0, 50257), Size(1, 2, 0, 32003), Size(64, 8, 0, 99999))
 
@@ -201,22 +203,30 @@ def _append_cases() -> list[Case]:
     return [
         *(_append(name, torch.bfloat16, torch.bfloat16) for name in ("llama3-8b", "smollm2-135m", "phi2")),
         *(_append(name, torch.bfloat16, FP8) for name in ("llama3-8b", "smollm2-135m")),
+        _append("llama3-8b", torch.bfloat16, torch.bfloat16, rotary=128),
+        _append("llama3-8b", torch.bfloat16, FP8, rotary=128),
+        _append("phi2", torch.bfloat16, torch.bfloat16, rotary=32),
+        _append("llama3-8b", torch.bfloat16, torch.bfloat16, rotary=128, interleaved=True),
     ]
 
 
-def _append(name: str, dtype: torch.dtype, kv: torch.dtype) -> Case:
+def _append(name: str, dtype: torch.dtype, kv: torch.dtype, *, rotary: int = 0, interleaved: bool = False) -> Case:
     model = MODELS[name]
 
     def call(size: Size) -> None:
         k = _meta(size.batch, model.kv_heads, size.steps, model.dim, dtype=dtype).transpose(1, 2)
         lens = _meta(size.batch, dtype=INT)
-        ops.append_kv(k, k, *_pages(model, size, kv), lens, **_scales(model, kv), backend="triton")
+        turn = _meta(size.batch, size.steps, rotary, dtype=dtype) if rotary else None
+        extra: dict[str, Any] = {**_scales(model, kv), "cos": turn, "sin": turn, "interleaved": interleaved}
+        ops.append_kv(k, k, *_pages(model, size, kv), lens, **extra, backend="triton")
 
     def moved(chip: Chip) -> Traffic:
         size = _CHAIN[0]
-        return traffic.append_kv(size.batch, size.steps, model.kv_heads, model.dim, dtype.itemsize, kv.itemsize)
+        heads = (model.kv_heads, model.dim)
+        return traffic.append_kv(size.batch, size.steps, *heads, dtype.itemsize, kv.itemsize, rotary)
 
     kind = _short(dtype) + (" kv-fp8" if kv == FP8 else "")
+    kind += (f" rope-{rotary}" if rotary else "") + (" interleaved" if interleaved else "")
     return Case("append_kv", f"{name} {kind}", call, moved, _CHAIN, quick=name == "llama3-8b")
 
 
@@ -241,15 +251,13 @@ def _row_cases() -> list[Case]:
         if method != "greedy":
             found.append(_accept(method, bf16, "K <= 7, filters", _ROWS[:4], has_filters=True))
     for method in ("rejection", "block"):
-        if method in METHODS:
-            found.append(_accept(method, bf16, "K <= 7, draft", _ROWS[:4], has_draft=True, has_lse=True))
-            found.append(_accept(method, bf16, "K <= 7, draft, no lse", _ROWS[:4], has_draft=True))
-            found.append(
-                _accept(
-                    method, bf16, "K <= 7, draft, filters", _ROWS[:4], has_draft=True, has_lse=True, has_filters=True
-                )
-            )
-            found.append(_accept(method, bf16, "K 32-63, draft", _LONG_DRAFTS, has_draft=True, has_lse=True))
+        draft = {"has_draft": True, "has_lse": True}
+        found.append(_accept(method, bf16, "K <= 7, draft", _ROWS[:4], **draft))
+        found.append(_accept(method, bf16, "K <= 7, draft, no lse", _ROWS[:4], has_draft=True))
+        found.append(_accept(method, bf16, "K <= 7, draft, filters", _ROWS[:4], has_filters=True, **draft))
+        found.append(_accept(method, bf16, "K 8-15, draft", _DRAFTS_OF_8, **draft))
+        found.append(_accept(method, bf16, "K 16-31, draft", _DRAFTS_OF_16, **draft))
+        found.append(_accept(method, bf16, "K 32-63, draft", _LONG_DRAFTS, **draft))
     found.append(_accept("coupled", fp32, "K <= 7", _ROWS[:4]))
     found.append(_accept("coupled", bf16, "K <= 7, odd V", _ODD_VOCAB))
     return found
@@ -315,12 +323,11 @@ def _other_cases() -> list[Case]:
         tokens = _meta(size.batch, size.context, dtype=torch.int64)
         ops.ngram_propose(tokens, _meta(size.batch, dtype=INT), size.steps, backend="triton")
 
-    found = [
+    return [
         Case("ngram_propose", "k = 4", propose, lambda chip: traffic.ngram_propose(8, 4096), sizes, quick=True),
+        _compact("llama3-8b", torch.bfloat16),
+        _compact("smollm2-135m", FP8),
     ]
-    if hasattr(ops, "compact_kv"):
-        found += [_compact("llama3-8b", torch.bfloat16), _compact("smollm2-135m", FP8)]
-    return found
 
 
 def _compact(name: str, kv: torch.dtype) -> Case:
