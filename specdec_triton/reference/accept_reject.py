@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from specdec_triton.reference.logits import NEG_INF, bad_rows, scaled_logits
-from specdec_triton.reference.noise import Stream, gumbel, uniform
+from specdec_triton.reference.noise import Stream, race, uniform
 
 PAD = -1
 METHODS = ("greedy", "rejection", "block", "coupled", "typical")
@@ -63,15 +63,20 @@ def accept_reject(
         return _emit(drafts, best, accepted, status)
 
     params = (temperature, top_k, top_p, min_p, has_filters)
-    scaled, lse = _scaled_rows(target_logits, *params)
     if method == "coupled":
-        # One row at a time: the noise for all rows at once would be a [B,K+1,V] tensor.
-        chosen = best.clone()
+        # One row at a time: the noise for all rows at once would be a [B,K+1,V] tensor. No row counts after the first draft
+        # that is not its position's token, so on the CPU the others are left out.
+        chosen, node = best.clone(), torch.zeros_like(position)
         for t in range(k + 1):
-            noise = gumbel(seed, position + t, torch.zeros_like(position), Stream.COUPLED, vocab)
-            chosen[:, t] = torch.where(greedy, best[:, t], (scaled[:, t] + noise).argmax(-1))
-        return _emit(drafts, chosen, _prefix(usable & (drafts == chosen[:, :k])), status)
+            scaled, _ = _scaled_rows(target_logits[:, t : t + 1], *params)
+            drawn = race(scaled[:, 0], seed, position + t, node, Stream.COUPLED)
+            chosen[:, t] = torch.where(greedy, chosen[:, t], drawn)
+            accepted = _prefix(usable & (drafts == chosen[:, :k]))
+            if device.type == "cpu" and not bool((accepted > t).any()):
+                break
+        return _emit(drafts, chosen, accepted, status)
 
+    scaled, lse = _scaled_rows(target_logits, *params)
     log_p = scaled - lse[..., None]
     log_q = None
     if draft_logits is not None and k > 0 and method != "typical":
@@ -97,12 +102,9 @@ def accept_reject(
         # p = q up to rounding leaves no residual; a rejection there has probability zero, and p is the right answer.
         use_residual = rejected & (residual.sum(-1) > 0)
         log_last = torch.where(use_residual[:, None], residual.log(), log_last)
-    noise = torch.where(
-        rejected[:, None],
-        gumbel(seed, position, num_accepted, Stream.RECOVERED, vocab),
-        gumbel(seed, position, num_accepted, Stream.BONUS, vocab),
-    )
-    best[row, num_accepted] = torch.where(greedy, best[row, num_accepted], (log_last + noise).argmax(-1))
+    stream = torch.where(rejected, int(Stream.RECOVERED), int(Stream.BONUS))
+    drawn = race(log_last, seed, position, num_accepted, stream)
+    best[row, num_accepted] = torch.where(greedy, best[row, num_accepted], drawn)
     return _emit(drafts, best, num_accepted, status)
 
 

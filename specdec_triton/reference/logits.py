@@ -10,6 +10,9 @@ import torch
 
 MIN_TEMPERATURE = 1e-5  # smaller positive temperatures count as this one: x / T stays finite
 NEG_INF = float("-inf")
+_PREFIX = (
+    1024  # of a sorted row; on the CPU, where it nearly always decides and a sort of the whole row costs milliseconds
+)
 
 
 def scaled_logits(
@@ -43,21 +46,36 @@ def scaled_logits(
 
 
 def _filter(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    vocab = scaled.shape[-1]
-    ordered = scaled.sort(-1, descending=True).values
-    # top-k: nothing below the k-th largest.
-    k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).long()
-    lowest = ordered.gather(-1, k[:, None] - 1)
-    ordered = ordered.masked_fill(ordered < lowest, NEG_INF)
-    # top-p: a token stays while the tokens before it hold less than p; the most likely one always does.
-    before = ordered.softmax(-1).cumsum(-1, dtype=torch.float64)
-    before = torch.cat([torch.zeros_like(before[:, :1]), before[:, :-1]], -1)
-    kept = (before < top_p[:, None].double()) | (top_p >= 1)[:, None]
-    kept[:, 0] = True
-    lowest = torch.maximum(lowest, ordered.gather(-1, kept.sum(-1, keepdim=True) - 1))
-    # min-p: nothing below min_p times the largest probability.
-    lowest = torch.maximum(lowest, ordered[:, :1] + min_p[:, None].log())
+    if scaled.device.type == "cpu" and scaled.shape[-1] > 4 * _PREFIX:
+        lowest, decided = _lowest_kept(scaled.topk(_PREFIX).values, scaled, top_k, top_p, min_p)
+        if bool(decided.all()):
+            return scaled.masked_fill(scaled < lowest, NEG_INF)
+    lowest, _ = _lowest_kept(scaled.sort(-1, descending=True).values, scaled, top_k, top_p, min_p)
     return scaled.masked_fill(scaled < lowest, NEG_INF)
+
+
+def _lowest_kept(
+    ordered: torch.Tensor, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest value kept ``[R,1]``, from the rows' largest values in order, and whether those were enough to know it."""
+    vocab, known = scaled.shape[-1], ordered.shape[-1]
+    # top-k: nothing below the k-th largest.
+    limited = (top_k > 0) & (top_k < vocab)
+    k = torch.where(limited, top_k, known).clamp(max=known).long()
+    lowest = torch.where(limited[:, None], ordered.gather(-1, k[:, None] - 1), NEG_INF)
+    whole = (ordered[:, -1:] < lowest)[:, 0]  # all that top-k leaves, ties included, is known
+    # top-p: a token stays while the tokens before it hold less than p of what top-k left; the most likely one always does.
+    highest = ordered[:, :1]
+    mass = (ordered - highest).exp().masked_fill(ordered < lowest, 0.0).cumsum(-1, dtype=torch.float64)
+    total = torch.where(limited, mass[:, -1], (scaled - highest).exp().sum(-1, dtype=torch.float64))
+    enough = (top_p.double() * total)[:, None]
+    before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], -1)
+    last = ordered.gather(-1, (before < enough).sum(-1, keepdim=True).clamp(min=1) - 1)
+    lowest = torch.where((top_p < 1)[:, None], torch.maximum(lowest, last), lowest)
+    # min-p: nothing below min_p times the largest probability.
+    lowest = torch.maximum(lowest, highest + min_p[:, None].log())
+    reached = torch.where(limited, whole, mass[:, -1] >= enough[:, 0])
+    return lowest, (~limited | (top_k <= known)) & ((top_p >= 1) | reached)
 
 
 def _inverse(temperature: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 _MASK = 0xFFFFFFFF
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+NEG_INF = float("-inf")
 
 
 class Stream(IntEnum):
@@ -49,15 +50,44 @@ def uniform(seed: torch.Tensor, position: torch.Tensor, node: torch.Tensor, stre
     return to_uniform(philox(seed, zero, position & _MASK, node, zero + int(stream))[0])
 
 
-def gumbel(seed: torch.Tensor, position: torch.Tensor, node: torch.Tensor, stream: Stream, vocab: int) -> torch.Tensor:
+def gumbel(
+    seed: torch.Tensor, position: torch.Tensor, node: torch.Tensor, stream: Stream | torch.Tensor, vocab: int
+) -> torch.Tensor:
     """Standard Gumbel noise, fp32 ``[..., vocab]``, one row for each element of the (equal-shaped) int64 arguments.
 
     A Gumbel number is -log of an exponential one; the exponential comes from -log1p(-u), whose winners lie near u = 0
     where u is finely resolved.
     """
     groups = torch.arange((vocab + 3) // 4, device=seed.device)
-    seed, position, node = seed[..., None], (position & _MASK)[..., None], node[..., None]
-    seed, position, node, groups = torch.broadcast_tensors(seed, position, node, groups)
-    words = philox(seed, groups, position, node, torch.full_like(groups, int(stream)))
-    u = to_uniform(torch.stack(words, dim=-1).flatten(-2)[..., :vocab])
-    return -torch.log(-torch.log1p(-u))
+    of_stream = torch.zeros_like(seed) + stream
+    keys = (x[..., None] for x in (seed, position & _MASK, node, of_stream))
+    seed, position, node, of_stream, groups = torch.broadcast_tensors(*keys, groups)
+    words = philox(seed, groups, position, node, of_stream)
+    return _to_gumbel(torch.stack(words, dim=-1).flatten(-2)[..., :vocab])
+
+
+def gumbel_of(
+    seed: torch.Tensor, position: torch.Tensor, node: torch.Tensor, stream: torch.Tensor, token: torch.Tensor
+) -> torch.Tensor:
+    """The same numbers for single token ids ``[N]``; the other arguments are ``[N]`` too."""
+    words = philox(seed, token // 4, position & _MASK, node, stream)
+    return _to_gumbel(torch.stack(words, dim=-1).gather(-1, token[:, None] % 4)[:, 0])
+
+
+def race(
+    logits: torch.Tensor, seed: torch.Tensor, position: torch.Tensor, node: torch.Tensor, stream: Stream | torch.Tensor
+) -> torch.Tensor:
+    """argmax(logits + noise) ``[B]`` of ``logits [B,V]``, the lowest id of equal ones; the other arguments are ``[B]``."""
+    stream = torch.zeros_like(seed) + stream
+    if logits.device.type == "cpu":  # the numbers of filtered tokens need not be known
+        row, token = (logits > NEG_INF).nonzero(as_tuple=True)
+        if 8 * len(row) < logits.numel():
+            noise = gumbel_of(seed[row], position[row], node[row], stream[row], token)
+            values = torch.full_like(logits, NEG_INF)
+            values[row, token] = logits[row, token] + noise
+            return values.argmax(-1)
+    return (logits + gumbel(seed, position, node, stream, logits.shape[-1])).argmax(-1)
+
+
+def _to_gumbel(bits: torch.Tensor) -> torch.Tensor:
+    return -torch.log(-torch.log1p(-to_uniform(bits)))

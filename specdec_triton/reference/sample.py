@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specdec_triton.reference.logits import scaled_logits
-from specdec_triton.reference.noise import Stream, gumbel
+from specdec_triton.reference.noise import Stream, race
 
 
 def sample(
@@ -27,5 +27,4 @@ def sample(
         return tokens, lse
     stream = Stream.COUPLED if node is None else Stream.DRAFT
     nodes = torch.full_like(position, node or 0)
-    drawn = (scaled + gumbel(seed, position, nodes, stream, logits.shape[-1])).argmax(-1)
-    return torch.where(sampled, drawn, tokens), lse
+    return torch.where(sampled, race(scaled, seed, position, nodes, stream), tokens), lse
