@@ -15,7 +15,9 @@ from transformers import (
 
 from specdec_triton import SamplingParams, ops
 from specdec_triton.ops import SamplingBatch
+from specdec_triton.reference import logits as reference_logits
 from specdec_triton.reference.logits import scaled_logits
+from specdec_triton.reference.noise import Stream, gumbel, race
 from specdec_triton.testing import INF, NAN, assert_follows, batch_of, exact_probs
 
 OP = "sample"
@@ -51,6 +53,31 @@ def test_filters_keep_what_transformers_keeps(vocab):
         assert torch.allclose(lse, want.logsumexp(-1), atol=1e-4)
         unknown, _ = scaled_logits(logits, *fields, None)  # has_filters only saves time
         assert torch.equal(unknown, scaled)
+
+
+@pytest.mark.parametrize("rows", ["random", "flat", "tied", "masked"])
+def test_a_prefix_of_the_sorted_row_decides_the_same(rows, monkeypatch):
+    """The CPU's short cuts change nothing: the largest 1024 values where they suffice, noise for the kept tokens alone."""
+    vocab = 5000
+    logits = torch.randn(6, vocab) * 3
+    if rows == "flat":
+        logits *= 0.01
+    if rows == "tied":
+        logits = logits.round()
+    if rows == "masked":
+        logits[:, 700:] = -INF
+    whole = torch.full((6,), 5, dtype=torch.int64), torch.arange(6), torch.zeros(6, dtype=torch.int64)
+    for temperature, top_k, top_p, min_p in itertools.product((0.3, 1.0), (0, 40, 1500), (1.0, 0.9, 0.0), (0.0, 0.2)):
+        params = batch_of(6, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        fields = (params.temperature, params.top_k, params.top_p, params.min_p)
+        short, lse = scaled_logits(logits, *fields, None)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference_logits, "_PREFIX", vocab)
+            full, full_lse = scaled_logits(logits, *fields, None)
+        assert torch.equal(short, full)
+        assert torch.equal(lse, full_lse)
+        noise = gumbel(*whole, Stream.COUPLED, vocab)
+        assert torch.equal(race(full, *whole, Stream.COUPLED), (full + noise).argmax(-1))
 
 
 TIES = {
