@@ -178,6 +178,11 @@ def at_most_registers(count: int, chip: Chip) -> dict[str, int]:
     return {"maxnreg": count} if chip.backend == "cuda" else {}
 
 
+def dense(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Contiguous: for small inputs, whose strides the kernels do not take."""
+    return tuple(None if x is None else x.contiguous() for x in tensors)
+
+
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:
     """Launch on the tensor's device, which need not be the current one."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -70,7 +70,7 @@ def encode_e4m3(x):
     subnormal = ((magnitude * 512.0 + 8388608.0).to(tl.int32, bitcast=True)) & 0xF
     code = tl.where(magnitude < 0.015625, subnormal, normal)
     code = tl.where(x != x, 0x7F, code)
-    return tl.where(x < 0, code | 0x80, code).to(tl.uint8)
+    return tl.where(x.to(tl.int32, bitcast=True) < 0, code | 0x80, code).to(tl.uint8)
 
 
 @triton.jit

@@ -4,10 +4,10 @@ Every target row is read once, with the vocabulary split across programs (``_row
 ``coupled``, the winner of the request's Gumbel race. Without ``draft_lse`` so are the draft rows, in the same launch. Then
 
 * ``greedy``, ``coupled``: one program a request merges the winners and keeps the drafts that equal them.
-* ``rejection``, ``typical``: every program of grid ``(splits, 1, B)`` repeats the decision from the statistics and one gathered
+* ``rejection``, ``typical``: every program of grid ``(B, splits)`` repeats the decision from the statistics and one gathered
   logit per draft, and races over its part of one row: the residual max(p - q, 0) of the first rejected draft, or p itself. One
   program a request then picks the winner.
-* ``block``: grid ``(splits, K + 1, B)``. The decision needs the residual's mass at every position, so every row races, and
+* ``block``: grid ``(B * (K + 1), splits)``. The decision needs the residual's mass at every position, so every row races, and
   the picking program decides.
 
 Two launches (greedy, coupled) or three, two more where a request filters. No probability is ever written. kernels/README.md
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import EXACT, at_most_registers, chip_of, on_device
+from specdec_triton.kernels._config import EXACT, at_most_registers, chip_of, dense, on_device
 from specdec_triton.kernels._primitives import (
     NEG_INF,
     PAD,
@@ -33,21 +33,14 @@ from specdec_triton.kernels._primitives import (
     scaled_logits,
     uniform,
 )
-from specdec_triton.kernels._rows import (
-    SPLIT_V,
-    load_row,
-    merge_entropy,
-    merge_sums,
-    merge_winners,
-    pick_best,
-    row_stats,
-)
+from specdec_triton.kernels._rows import row_stats
+from specdec_triton.kernels._splits import SPLIT_V, load_row, merge_entropy, merge_sums, merge_winners, pick_best
 
 REJECTION: tl.constexpr = tl.constexpr(0)
-BLOCK: tl.constexpr = tl.constexpr(1)
+BLOCKWISE: tl.constexpr = tl.constexpr(1)
 TYPICAL: tl.constexpr = tl.constexpr(2)
-_RACES = {"rejection": REJECTION, "block": BLOCK, "typical": TYPICAL}
-_RUNTIME = ["k", "rows", "splits", "vocab", "stride_drafts", "stride_lse"]
+_RACES = {"rejection": REJECTION, "block": BLOCKWISE, "typical": TYPICAL}
+_RUNTIME = ["k", "rows", "splits", "vocab", "stride_drafts"]
 
 
 @triton.jit
@@ -112,7 +105,7 @@ def _keep_winners_kernel(
     length, usable, drafts, at, mask = _request(
         draft_tokens_ptr, draft_lens_ptr, b, k, rows, splits, vocab, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
     )
-    _, peak = merge_sums(stats_ptr, at, mask)
+    peak, _ = merge_sums(stats_ptr, at, mask)
     winner = merge_winners(best_ptr, best_id_ptr, at, mask).to(tl.int64)
     accepted = _first_miss((step < usable) & (drafts == winner), step, k)
     last = tl.sum(tl.where(step == accepted, winner, 0), 0)
@@ -124,11 +117,11 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["k", "rows", "splits", "stride_drafts", "stride_lse"])
+@triton.jit(do_not_specialize=["k", "rows", "splits", "stride_drafts", "stride_lse", "race_rows"])
 def _race_kernel(
-    accepted_ptr,  # int32 [B]: accepted drafts (not BLOCK)
-    weight_ptr,  # fp32 [B,K+1]: the weight of p in a row's residual (BLOCK)
-    mass_ptr,  # fp32 [B,race rows,splits]: of the residual (BLOCK)
+    accepted_ptr,  # int32 [B]: accepted drafts (not BLOCKWISE)
+    weight_ptr,  # fp32 [B,K+1]: the weight of p in a row's residual (BLOCKWISE)
+    mass_ptr,  # fp32 [B,race rows,splits]: of the residual (BLOCKWISE)
     race_ptr,  # fp32 [B,race rows,splits,2]: best value of the residual, and of the target row itself
     race_id_ptr,  # int32 [B,race rows,splits,2]
     target_logits_ptr,  # [B,K+1,V]
@@ -155,6 +148,7 @@ def _race_kernel(
     stride_draft_batch,
     stride_draft_row,
     stride_lse,
+    race_rows,
     METHOD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -164,7 +158,8 @@ def _race_kernel(
     HAS_LSE: tl.constexpr,
     HAS_CUT: tl.constexpr,
 ):
-    split, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    race = tl.program_id(0).to(tl.int64)
+    b, split = race // race_rows, tl.program_id(1)
     temperature = tl.load(temperature_ptr + b)
     inverse = inverse_of(temperature)
     seed, position = tl.load(seed_ptr + b), tl.load(position_ptr + b)
@@ -173,7 +168,7 @@ def _race_kernel(
         draft_tokens_ptr, draft_lens_ptr, b, k, rows, splits, vocab, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
     )
     drafted = step < usable
-    lse, _ = merge_sums(stats_ptr, at, mask)
+    peak, log_sum = merge_sums(stats_ptr, at, mask)  # log p = (s - peak) - log_sum
 
     # The drafts' probabilities under the target and the drafter.
     target = target_logits_ptr + b * stride_target_batch
@@ -181,9 +176,9 @@ def _race_kernel(
     log_p = scaled_logits(tl.load(target + offset, mask=drafted, other=NEG_INF), inverse)
     if HAS_CUT:
         log_p = tl.where(log_p < tl.load(cut_ptr + b * rows + step, mask=drafted, other=0.0), NEG_INF, log_p)
-    log_p -= lse
+    log_p = (log_p - peak) - log_sum
     log_q = tl.zeros([BLOCK_T], tl.float32)
-    draft_lse = log_q
+    draft_peak, draft_log_sum = log_q, log_q
     if HAS_DRAFT:
         draft = draft_logits_ptr + b * stride_draft_batch
         offset = step.to(tl.int64) * stride_draft_row + drafts
@@ -192,16 +187,15 @@ def _race_kernel(
             draft_cut = tl.load(cut_ptr + b * rows + k + 1 + step, mask=drafted, other=0.0)
             log_q = tl.where(log_q < draft_cut, NEG_INF, log_q)
         if HAS_LSE:
-            draft_lse = tl.load(draft_lse_ptr + b * stride_lse + step, mask=drafted, other=0.0)
+            draft_peak = tl.load(draft_lse_ptr + b * stride_lse + step, mask=drafted, other=0.0)
         else:
-            draft_lse, _ = merge_sums(stats_ptr, at + (k + 1) * splits, mask & drafted[:, None])
-        log_q -= draft_lse
+            draft_peak, draft_log_sum = merge_sums(stats_ptr, at + (k + 1) * splits, mask & drafted[:, None])
+        log_q = (log_q - draft_peak) - draft_log_sum
 
-    race = b * tl.num_programs(1) + tl.program_id(1)
     weight = tl.full([], 1.0, tl.float32)
-    if METHOD == BLOCK:
+    if METHOD == BLOCKWISE:
         # w_i = min(1, w_(i-1) p / q) from w_0 = 1 is exp(c_i - max(c_0 .. c_i)), c the running sum of log p / q.
-        row = tl.program_id(1)
+        row = (race % race_rows).to(tl.int32)
         ratio = tl.where(drafted & (log_q > NEG_INF) & (log_p > NEG_INF), log_p - log_q, NEG_INF)
         sums = tl.cumsum(ratio, 0)
         weights = tl.exp(sums - tl.maximum(tl.associative_scan(sums, 0, _larger), 0.0))
@@ -233,7 +227,7 @@ def _race_kernel(
     s = load_row(target + row.to(tl.int64) * stride_target_row, first, vocab, inverse, SPLIT)
     if HAS_CUT:
         s = tl.where(s < tl.load(cut_ptr + b * rows + row), NEG_INF, s)
-    s -= tl.sum(tl.where(step == row, lse, 0.0), 0)
+    s = (s - tl.sum(tl.where(step == row, peak, 0.0), 0)) - tl.sum(tl.where(step == row, log_sum, 0.0), 0)
     noise = gumbel(seed, position, row, stream, first, SPLIT)
     at = (race * splits + split) * 2
     best, best_id = pick_best(s + noise, token)
@@ -243,9 +237,10 @@ def _race_kernel(
         if rejected:
             if HAS_DRAFT:
                 d = load_row(draft + row.to(tl.int64) * stride_draft_row, first, vocab, inverse, SPLIT)
-                q = tl.exp(d - tl.sum(tl.where(step == row, draft_lse, 0.0), 0))
                 if HAS_CUT:
-                    q = tl.where(d < tl.load(cut_ptr + b * rows + k + 1 + row), 0.0, q)
+                    d = tl.where(d < tl.load(cut_ptr + b * rows + k + 1 + row), NEG_INF, d)
+                d -= tl.sum(tl.where(step == row, draft_peak, 0.0), 0)
+                q = tl.exp(d - tl.sum(tl.where(step == row, draft_log_sum, 0.0), 0))
                 q = tl.where(q == q, q, 0.0)
             else:
                 q = tl.where(token == tl.sum(tl.where(step == row, drafts, 0), 0), 1.0, 0.0)
@@ -254,7 +249,7 @@ def _race_kernel(
             best, best_id = pick_best(value, token)
             tl.store(race_ptr + at, best)
             tl.store(race_id_ptr + at, best_id)
-            if METHOD == BLOCK:
+            if METHOD == BLOCKWISE:
                 tl.store(mass_ptr + race * splits + split, tl.sum(tl.maximum(residual, 0.0), 0))
 
 
@@ -293,10 +288,10 @@ def _pick_kernel(
     length, usable, drafts, at, mask = _request(
         draft_tokens_ptr, draft_lens_ptr, b, k, rows, splits, vocab, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
     )
-    _, peak = merge_sums(stats_ptr, at, mask)
+    peak, _ = merge_sums(stats_ptr, at, mask)
     winner = merge_winners(best_ptr, best_id_ptr, at, mask).to(tl.int64)
     race = b * race_rows
-    if METHOD == BLOCK:
+    if METHOD == BLOCKWISE:
         # The longest prefix of i = step + 1 drafts with u < h: w for the whole draft, else S / (S + 1 - w).
         whole = step + 1 == usable
         weight = tl.load(weight_ptr + b * (k + 1) + step + 1, mask=step < usable, other=0.0)
@@ -352,8 +347,9 @@ def accept_reject(
     results = empty(batch, k + 1, dtype=torch.int64), empty(batch, dtype=torch.int32), empty(batch, dtype=torch.int32)
     if batch == 0:
         return results
-    if draft_tokens.stride(1) != 1:
-        draft_tokens = draft_tokens.contiguous()
+    params = dense(temperature, top_k, top_p, min_p, seed, position)
+    temperature, _, _, _, seed, position = params
+    draft_tokens, draft_lse, draft_lens = dense(draft_tokens, draft_lse, draft_lens)
     if k == 0 or method not in ("rejection", "block"):
         draft_logits = None
     if method == "block" and draft_logits is None:
@@ -364,12 +360,7 @@ def accept_reject(
             target_logits,
             draft_logits if draft_lse is None or filters else None,
             draft_lens,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            position,
+            *params,
             has_filters=filters,
             stream=STREAM_COUPLED.value if method == "coupled" else -1,
             greedy=method == "greedy",
@@ -398,7 +389,7 @@ def accept_reject(
             empty(batch, race_rows, splits, 2),
             empty(batch, race_rows, splits, 2, dtype=torch.int32),
         )
-        _race_kernel[(splits, race_rows, batch)](
+        _race_kernel[(batch * race_rows, splits)](
             *race,
             target_logits,
             draft_logits,
@@ -415,6 +406,7 @@ def accept_reject(
             *target_logits.stride()[:2],
             *(draft_logits.stride()[:2] if draft_logits is not None else (0, 0)),
             draft_lse.stride(0) if draft_lse is not None else 0,
+            race_rows,
             METHOD=_RACES[method].value,
             SPLIT=SPLIT_V,
             HAS_DRAFT=draft_logits is not None,

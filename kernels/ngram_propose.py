@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import EXACT, on_device
+from specdec_triton.kernels._config import EXACT, dense, on_device
 from specdec_triton.kernels._primitives import PAD
 
 _BLOCK = 1024
@@ -58,6 +58,7 @@ def ngram_propose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """draft_tokens int64 ``[B,k]`` padded with -1, draft_lens int32 ``[B]``; see ``specdec_triton.ops``."""
     batch, capacity = tokens.shape
+    (lens,) = dense(lens)
     drafts = torch.empty(batch, k, dtype=torch.int64, device=tokens.device)
     draft_lens = torch.empty(batch, dtype=torch.int32, device=tokens.device)
     if batch == 0:

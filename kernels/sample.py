@@ -1,7 +1,7 @@
 """``sample``: one token per row by a Gumbel race, and the log-sum-exp of what the filters keep.
 
 Two launches: each row's statistics with the vocabulary split across programs (``_rows.py``), and one program a row that merges
-the splits. Two more, small ones, where a row filters. A row with NaN or +inf gives some id of the vocabulary and a
+the splits. Two more, small ones, where a request may filter. A row with NaN or +inf gives some id of the vocabulary and a
 log-sum-exp of +inf.
 """
 
@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import EXACT, on_device
+from specdec_triton.kernels._config import EXACT, dense, on_device
 from specdec_triton.kernels._primitives import STREAM_COUPLED, STREAM_DRAFT
-from specdec_triton.kernels._rows import merge_sums, merge_winners, row_stats
+from specdec_triton.kernels._rows import row_stats
+from specdec_triton.kernels._splits import merge_sums, merge_winners
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -30,7 +31,8 @@ def _merge_rows_kernel(
     split = tl.arange(0, BLOCK_S)
     at = b * splits + split
     mask = split < splits
-    lse, _ = merge_sums(stats_ptr, at, mask)
+    peak, log_sum = merge_sums(stats_ptr, at, mask)
+    lse = tl.where(peak == float("inf"), peak, peak + log_sum)
     tl.store(tokens_ptr + b, merge_winners(best_ptr, best_id_ptr, at, mask).to(tl.int64))
     tl.store(lse_ptr + b, lse)
 
@@ -52,18 +54,14 @@ def sample(
     lse = torch.empty(batch, dtype=torch.float32, device=logits.device)
     if batch == 0:
         return tokens, lse
+    params = dense(temperature, top_k, top_p, min_p, seed, position)
     stream = STREAM_COUPLED if node is None else STREAM_DRAFT
     with on_device(logits):
         rows = row_stats(
             logits[:, None],
             None,
             None,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            position,
+            *params,
             has_filters=has_filters is not False,
             stream=stream.value,
             node=node or 0,

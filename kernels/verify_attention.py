@@ -23,7 +23,15 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import EXACT, at_most_registers, attention_config, chip_of, fp8_mode, on_device
+from specdec_triton.kernels._config import (
+    EXACT,
+    at_most_registers,
+    attention_config,
+    chip_of,
+    dense,
+    fp8_mode,
+    on_device,
+)
 from specdec_triton.kernels._primitives import (
     KV_FP8_BYTES,
     KV_FP8_NATIVE,
@@ -138,6 +146,8 @@ def _verify_attention_kernel(
         end = tl.minimum(end, context + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
     chunks = (tl.maximum((end + SPLIT_SIZE - 1) // SPLIT_SIZE, chunk) - chunk + NUM_SPLITS - 1) // NUM_SPLITS
 
+    k_head = k_cache_ptr + kv_head.to(tl.int64) * stride_k_head
+    v_head = v_cache_ptr + kv_head.to(tl.int64) * stride_v_head
     highest = tl.full([BLOCK_M], NEG_INF, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -149,8 +159,8 @@ def _verify_attention_kernel(
         # Keys lie as values do, so that both share a layout and the table is read once.
         page, slot = page_slot(table, key, held, PAGE_SIZE)
         stored = held[:, None] & in_head
-        k_offset = page * stride_k_page + slot * stride_k_slot + kv_head * stride_k_head
-        k = load_kv(k_cache_ptr + k_offset[:, None] + lane, stored, q.dtype, KV)
+        k_offset = page * stride_k_page + slot * stride_k_slot
+        k = load_kv(k_head + k_offset[:, None] + lane, stored, q.dtype, KV)
         scores = matmul(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * factor
         if HAS_SOFTCAP:
             scores = softcap * tanh(scores / softcap)
@@ -164,8 +174,8 @@ def _verify_attention_kernel(
             sees = sees & (new[None, :] > (depth - sliding_window)[:, None])
         scores = tl.where(sees & held[None, :] & real[:, None], scores * LOG2_E, NEG_INF)
         highest, total, weights, decay = softmax_step(scores, highest, total)
-        v_offset = page * stride_v_page + slot * stride_v_slot + kv_head * stride_v_head
-        v = load_kv(v_cache_ptr + v_offset[:, None] + lane, stored, q.dtype, KV)
+        v_offset = page * stride_v_page + slot * stride_v_slot
+        v = load_kv(v_head + v_offset[:, None] + lane, stored, q.dtype, KV)
         acc = matmul(weights.to(v.dtype), v, acc * decay[:, None])
 
     if HAS_SCALES:
@@ -259,7 +269,9 @@ def verify_attention(
     chip = chip_of(q.device)
     config = attention_config(dim, group, kv_heads, q.dtype, k_cache.dtype, chip)
     kv = fp8_mode(k_cache.dtype, chip)
-    block_table = block_table.contiguous()
+    block_table, context_lens, query_lens, tree_mask, sinks, k_scale, v_scale = dense(
+        block_table, context_lens, query_lens, tree_mask, sinks, k_scale, v_scale
+    )
     if kv == "bytes":
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     # Splits that the table is too short to reach have no programs and no memory; the schedule stays what it is.

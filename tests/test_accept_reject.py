@@ -448,6 +448,62 @@ def test_a_wide_vocabulary_with_ties_and_every_filter(method):
         assert torch.equal(a, b)
 
 
+def test_expanded_and_strided_small_inputs(backend):
+    """Parameters expanded from one number or taken as columns, lengths and log-sum-exps likewise."""
+    rows, k = 6, 2
+    target, draft = torch.randn(rows, k + 1, 12), torch.randn(rows, k, 12)
+    drafts = torch.randint(0, 12, (rows, k))
+    lse = draft.logsumexp(-1)
+    one = batch_of(1, seed=3, position=8, temperature=0.7, top_k=5)
+    fields = {name: getattr(one, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position")}
+    lens = torch.tensor([1])
+    for method in METHODS:
+        results = []
+        for place in (lambda x: x.repeat(rows), lambda x: x.expand(rows), lambda x: x.repeat(rows, 2)[:, 0]):
+            params = SamplingBatch(**{name: place(x.view(1, -1)[0]) for name, x in fields.items()})
+            results.append(
+                ops.accept_reject(
+                    drafts.t().contiguous().t(), target, draft, draft_lse=lse.t().contiguous().t(),
+                    draft_lens=place(lens), params=params, method=method, backend=backend,
+                )
+            )  # fmt: skip
+        for other in results[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        tokens = [
+            ops.sample(target[:, 0], params=SamplingBatch(**{n: p(x) for n, x in fields.items()}), backend=backend)
+            for p in (lambda x: x.repeat(rows), lambda x: x.expand(rows))
+        ]
+        assert torch.equal(*tokens)
+
+
+def test_both_zeros_are_one_number(backend):
+    """-0.0 and 0.0 tie, at every filter's boundary too."""
+    logits = torch.tensor([[-0.0, 0.0, -1.0, -0.0], [0.0, -1.0, -0.0, -0.0], [-0.0, -1.0, -0.0, -2.0]])
+    for filters in ({"min_p": 1.0}, {"top_k": 1}, {"top_p": 0.1}, {"top_k": 2, "top_p": 0.5, "min_p": 0.9}):
+        params = batch_of(3, temperature=1.7, **filters)
+        tokens, lse = ops.sample(logits, params=params, return_lse=True, backend=backend)
+        assert (logits.gather(1, tokens[:, None]) == 0).all()
+        assert torch.allclose(lse, torch.tensor([3.0, 3.0, 2.0]).log())
+
+
+def test_probabilities_do_not_lose_digits_at_low_temperature(backend):
+    """Logits near 20 at 1e-4: the log-sum-exp is near 2e5, whose last digit is 1.6% of a probability."""
+    logits = torch.tensor([[20.0, 20.0 + d * 2.0**-19] for d in range(1, 25)])
+    params = batch_of(24, temperature=1e-4, top_p=0.5)
+    scaled = logits * params.temperature.reciprocal()[:, None]
+    top = torch.softmax(scaled.double(), -1).amax(-1)
+    for slack, expected in (
+        (-1e-3, True),
+        (1e-3, False),
+    ):  # a top-p just within and just beyond the likelier token's share
+        params.top_p[:] = (top * (1 + slack)).clamp(max=1.0).float()
+        lse = ops.sample(logits, params=params, return_lse=True, backend=backend)[1]
+        alone = lse == scaled.amax(-1)
+        decided = (top * (1 + abs(slack)) < 1.0) & (top < 0.99)
+        assert decided.sum() > 5
+        assert (alone[decided] == expected).all()
+
+
 BYTES = {  # method, filters, draft logits, draft_lse, most launches
     "greedy": ("greedy", {}, False, False, 2),
     "coupled": ("coupled", {}, False, False, 2),

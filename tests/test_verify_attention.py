@@ -319,6 +319,35 @@ def test_page_beyond_2_to_the_31_elements(backend):
     assert torch.equal(near, far)
 
 
+def test_head_beyond_2_to_the_31_elements(backend):
+    """The heads outermost in memory: the last one's offset is far, though every stride fits an int32 (faults.md F1)."""
+    pages = 2**29 // (16 * 128)
+    cache = torch.empty(8, pages, 16, 128, dtype=torch.uint8).view(FP8).permute(1, 2, 0, 3)
+    cache[0] = torch.randn(16, 8, 128).to(FP8)
+    case = torch.randn(1, 2, 8, 128), torch.tensor([[0]]), torch.tensor([9])
+    far, near = (
+        ops.verify_attention(
+            case[0], x, x, *case[1:], k_scale=torch.ones(8), v_scale=torch.ones(8), backend=backend
+        )
+        for x in (cache, cache[:1].contiguous())
+    )  # fmt: skip
+    assert torch.equal(far, near)
+
+
+def test_expanded_and_strided_small_inputs(backend):
+    """Lengths expanded from one number, a mask and a table taken as every other column."""
+    case = paged_case([20, 20, 20], 3, query_lens=[3, 3, 3])
+    mask = TWO_BRANCHES[:3]
+    want = attend(case, backend, tree_mask=mask)
+    wide = torch.stack([mask, mask + 1], 1).flatten()[::2]
+    table = torch.stack([case.block_table, case.block_table - 1], 2).flatten(1)[:, ::2]
+    one = torch.tensor([20], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    out = ops.verify_attention(
+        case.q, case.k_cache, case.v_cache, table, *(x.expand(3) for x in one), tree_mask=wide, backend=backend
+    )
+    assert torch.equal(out, want)
+
+
 def test_query_beyond_2_to_the_31_elements(backend):
     """Offsets of rows are 64-bit too (faults.md F1)."""
     stride = 2**31 + 64

@@ -76,12 +76,12 @@ def accept_reject(
                 break
         return _emit(drafts, chosen, accepted, status)
 
-    scaled, lse = _scaled_rows(target_logits, *params)
-    log_p = scaled - lse[..., None]
+    scaled, _ = _scaled_rows(target_logits, *params)
+    log_p = scaled.log_softmax(-1)  # not minus the log-sum-exp, which loses digits where logits are large
     log_q = None
     if draft_logits is not None and k > 0 and method != "typical":
-        scaled, lse = _scaled_rows(draft_logits, *params)
-        log_q = scaled - (lse if draft_lse is None else draft_lse)[..., None]
+        scaled, _ = _scaled_rows(draft_logits, *params)
+        log_q = scaled.log_softmax(-1) if draft_lse is None else scaled - draft_lse[..., None]
     u = uniform(seed[:, None], position[:, None], step[:k], Stream.ACCEPT)
     weight = torch.ones_like(temperature)  # of p in the residual
     if method == "rejection" or (method == "block" and log_q is None):  # the same where q is one-hot: kernels/README.md

@@ -1,0 +1,350 @@
+"""What top-k, top-p and min-p keep of rows of logits, found exactly, without a sort, and with few of their tokens read again.
+
+All three keep the tokens that reach some value, the cut: the largest value that enough of the tokens reach (``top_k`` of them; of what
+that leaves, ``top_p`` of the mass). ``_row_stats_kernel`` leaves the maxima of groups of 32 tokens; then
+
+1. ``_candidates_kernel``, a program a row: the largest value that enough of these maxima reach bounds the cut from below (if k
+   groups hold a token >= c, so do k tokens), and only groups that reach it can hold a kept token. Of 151,936 tokens, top-k 50
+   leaves 50 groups.
+2. ``_cut_kernel``, a program a row: the cut, by bisection over the candidates. Its ends are moved to values that occur, so that
+   it ends after about as many steps as the candidates' number has bits. Then the statistics of the kept tokens replace the row's.
+
+Where the maxima are not enough (top-p of a row flatter than one token in 32 can speak for), all groups are candidates, and
+one program reads the whole row in every step: exact still, and some milliseconds for a large vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_triton.kernels._config import EXACT, at_most_registers, chip_of
+from specdec_triton.kernels._primitives import NEG_INF, STREAM_COUPLED, gumbel_of, inverse_of, scaled_logits
+from specdec_triton.kernels._splits import HIGHEST, SPLIT_V, is_skipped, merge_sums
+
+GROUP = 32  # tokens that share a maximum
+_PEAKS = 4096  # group maxima of a block
+_BLOCK_G = 64  # candidate groups of a block
+_LOWEST: tl.constexpr = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def filters_at_all(temperature, top_k, top_p, min_p, vocab):
+    """Whether a request filters at all."""
+    return (temperature > 0) & (((top_k > 0) & (top_k < vocab)) | (top_p < 1) | (min_p > 0))
+
+
+@triton.jit
+def _ordered(x):
+    """fp32 -> int32 of the same order; the two zeros are equal."""
+    bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _unordered(key):
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _between(low, high):
+    """The middle of two ordered keys, above low."""
+    return low + ((high.to(tl.int64) - low + 1) // 2).to(tl.int32)
+
+
+@triton.jit
+def _weigh_peaks(peaks, key, highest, groups, BY_MASS, BLOCK: tl.constexpr):
+    """Of the group maxima >= key: how many (BY_MASS: their mass), the least of them, and the largest of the others.
+
+    The groups past the vocabulary are there too, as -inf: they weigh nothing once key is above it.
+    """
+    weight, above, below = 0.0, HIGHEST, _LOWEST
+    for start in range(0, groups, BLOCK):
+        group = start + tl.arange(0, BLOCK)
+        inside = group < groups
+        peak = tl.load(peaks + group, mask=inside, other=NEG_INF)
+        order = _ordered(peak)
+        reaches = inside & (order >= key)
+        each = tl.where(BY_MASS, tl.exp(peak - highest), 1.0)
+        weight += tl.sum(tl.where(reaches, each, 0.0), 0)
+        above = tl.minimum(above, tl.min(tl.where(reaches, order, HIGHEST), 0))
+        below = tl.maximum(below, tl.max(tl.where(inside & (order < key), order, _LOWEST), 0))
+    return weight, above, below
+
+
+@triton.jit(do_not_specialize=["vocab", "rows", "all_rows", "splits"])
+def _candidates_kernel(
+    candidates_ptr,  # int32 [B,R,splits * SPLIT / GROUP]: groups that may hold a kept token
+    bound_ptr,  # int32 [B,R,2]: how many groups, and the bound as an ordered key
+    stats_ptr,  # in place, as are the winners: the sums go to split 0
+    best_ptr,
+    peaks_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    lens_ptr,
+    vocab,
+    rows,
+    all_rows,  # R
+    splits,
+    BLOCK_S: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    b, row = at // all_rows, (at % all_rows).to(tl.int32)
+    temperature = tl.load(temperature_ptr + b)
+    top_k, top_p, min_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b)
+    if filters_at_all(temperature, top_k, top_p, min_p, vocab) == 0:
+        return
+    if HAS_LENS:
+        length = tl.load(lens_ptr + b)
+        if is_skipped(row, rows, length):
+            return
+    part = tl.arange(0, BLOCK_S)
+    entry = at * splits + part
+    highest, log_sum = merge_sums(stats_ptr, entry, part < splits)
+    tl.store(bound_ptr + at * 2, 0)
+    if (highest == NEG_INF) | (highest == float("inf")):
+        return
+    # From here on the row is its split 0, which the cut kernel will fill.
+    total = tl.exp(log_sum)
+    tl.store(stats_ptr + entry * 3, tl.where(part == 0, highest, NEG_INF), mask=part < splits)
+    tl.store(stats_ptr + entry * 3 + 1, tl.where(part == 0, total, 0.0), mask=part < splits)
+    tl.store(stats_ptr + entry * 3 + 2, 0.0, mask=part < splits)
+    tl.store(best_ptr + entry, NEG_INF, mask=part < splits)
+    row_groups = splits * (SPLIT // GROUP)
+    peaks = peaks_ptr + at * row_groups
+
+    # The largest key that groups of enough weight reach: k of them, or (a little over) top-p of the mass.
+    by_mass = (top_k <= 0) | (top_k >= vocab)
+    enough = tl.where(by_mass, top_p * total * 1.0001, top_k.to(tl.float32))
+    searching = (top_p < 1) | (by_mass == 0)
+    low = _ordered(tl.where(searching, NEG_INF, highest + tl.log(min_p)))
+    key, high = low, _ordered(highest)
+    while searching:
+        weight, above, below = _weigh_peaks(peaks, key, highest, row_groups, by_mass, BLOCK)
+        low = tl.where(weight >= enough, above, low)
+        high = tl.where(weight >= enough, high, below)
+        key = _between(low, high)
+        searching = low < high
+
+    count = 0
+    for start in range(0, row_groups, BLOCK):
+        group = start + tl.arange(0, BLOCK)
+        peak = tl.load(peaks + group, mask=group < row_groups, other=NEG_INF)
+        reaches = (group < (vocab + GROUP - 1) // GROUP) & (_ordered(peak) >= low)
+        place = count + tl.cumsum(reaches.to(tl.int32), 0) - 1
+        tl.store(candidates_ptr + at * row_groups + place, group, mask=reaches)
+        count += tl.sum(reaches.to(tl.int32), 0)
+    tl.store(bound_ptr + at * 2, count)
+    tl.store(bound_ptr + at * 2 + 1, low)
+
+
+@triton.jit
+def _load_groups(
+    logits, draft_logits, is_draft, candidates, start, count, vocab, inverse,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HAS_DRAFT: tl.constexpr,
+):  # fmt: skip
+    """Scaled logits ``[BLOCK_G,GROUP]`` of the candidate groups from ``start`` on, the groups, and which tokens exist."""
+    place = start + tl.arange(0, BLOCK_G)
+    group = tl.load(candidates + place, mask=place < count, other=0)
+    token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    valid = (place < count)[:, None] & (token < vocab)
+    if HAS_DRAFT:
+        if is_draft:
+            s = scaled_logits(tl.load(draft_logits + token, mask=valid, other=NEG_INF), inverse)
+        else:
+            s = scaled_logits(tl.load(logits + token, mask=valid, other=NEG_INF), inverse)
+    else:
+        s = scaled_logits(tl.load(logits + token, mask=valid, other=NEG_INF), inverse)
+    return s, group, valid
+
+
+@triton.jit
+def _weigh_tokens(
+    logits, draft_logits, is_draft, candidates, count, vocab, inverse, key, highest,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HAS_DRAFT: tl.constexpr,
+):  # fmt: skip
+    """Of the candidates >= key: how many, their mass, the least of them; and the largest of the others."""
+    number, mass, above, below = 0.0, 0.0, HIGHEST, _LOWEST
+    for start in range(0, count, BLOCK_G):
+        s, _, valid = _load_groups(
+            logits, draft_logits, is_draft, candidates, start, count, vocab, inverse, GROUP, BLOCK_G, HAS_DRAFT
+        )
+        order = _ordered(s)
+        reaches = valid & (order >= key)
+        number += tl.sum(reaches.to(tl.float32))
+        mass += tl.sum(tl.where(reaches, tl.exp(s - highest), 0.0))
+        above = tl.minimum(above, tl.min(tl.where(reaches, order, HIGHEST)))
+        below = tl.maximum(below, tl.max(tl.where(valid & (order < key), order, _LOWEST)))
+    return number, mass, above, below
+
+
+@triton.jit(do_not_specialize=["rows", "all_rows", "splits", "node"])
+def _cut_kernel(
+    cut_ptr,  # fp32 [B,R]: scaled logits below it are removed; -inf where the request does not filter
+    stats_ptr,  # in place, as are the winners: those of the kept tokens in split 0
+    best_ptr,
+    best_id_ptr,
+    candidates_ptr,
+    bound_ptr,
+    logits_ptr,  # [B,rows,V]
+    draft_logits_ptr,  # [B,R - rows,V]
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    lens_ptr,
+    seed_ptr,
+    position_ptr,
+    vocab,
+    rows,
+    all_rows,  # R
+    splits,
+    node,
+    stride_logits_batch,
+    stride_logits_row,
+    stride_draft_batch,
+    stride_draft_row,
+    STREAM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+    HAS_DRAFT: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    b, row = at // all_rows, (at % all_rows).to(tl.int32)
+    tl.store(cut_ptr + at, NEG_INF)
+    temperature = tl.load(temperature_ptr + b)
+    top_k, top_p, min_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b)
+    if filters_at_all(temperature, top_k, top_p, min_p, vocab) == 0:
+        return
+    if HAS_LENS:
+        length = tl.load(lens_ptr + b)
+        if is_skipped(row, rows, length):
+            return
+    count, low = tl.load(bound_ptr + at * 2), tl.load(bound_ptr + at * 2 + 1)
+    if count == 0:  # a row with NaN, +inf or nothing but -inf
+        return
+    inverse = inverse_of(temperature)
+    candidates = candidates_ptr + at * splits * (SPLIT // GROUP)
+    logits = logits_ptr + b * stride_logits_batch + row.to(tl.int64) * stride_logits_row
+    is_draft = row >= rows
+    draft_logits = draft_logits_ptr
+    if HAS_DRAFT:
+        draft_logits += b * stride_draft_batch + (row - rows).to(tl.int64) * stride_draft_row
+    entry = at * splits
+    highest, total = tl.load(stats_ptr + entry * 3), tl.load(stats_ptr + entry * 3 + 1)
+
+    # The largest key that enough of the candidates reach: top_k of them; then, of what that leaves, top_p of the mass.
+    mass = total
+    for which in range(2):
+        by_mass = which == 1
+        enough = tl.where(by_mass, top_p * mass, top_k.to(tl.float32))
+        searching = tl.where(by_mass, top_p < 1, (top_k > 0) & (top_k < vocab))
+        key, high = low, _ordered(highest)
+        while searching:
+            number, reached, above, below = _weigh_tokens(
+                logits, draft_logits, is_draft, candidates, count, vocab, inverse, key, highest,
+                GROUP, BLOCK_G, HAS_DRAFT,
+            )  # fmt: skip
+            reaches = tl.where(by_mass, reached, number) >= enough
+            low = tl.where(reaches, above, low)
+            mass = tl.where(reaches, reached, mass)
+            high = tl.where(reaches, high, below)
+            key = _between(low, high)
+            searching = low < high
+    cut = _unordered(low)
+    cut = tl.maximum(cut, highest + tl.log(min_p))
+    tl.store(cut_ptr + at, cut)
+
+    total, moment = 0.0, 0.0
+    best = tl.full([], NEG_INF, tl.float32)
+    best_id = tl.full([], HIGHEST, tl.int32)
+    for start in range(0, count, BLOCK_G):
+        s, group, valid = _load_groups(
+            logits, draft_logits, is_draft, candidates, start, count, vocab, inverse, GROUP, BLOCK_G, HAS_DRAFT
+        )
+        kept = valid & (s >= cut)
+        e = tl.where(kept, tl.exp(s - highest), 0.0)
+        total += tl.sum(e)
+        moment += tl.sum(tl.where(e > 0, e * (s - highest), 0.0))
+        value = s
+        if STREAM >= 0:
+            position = tl.load(position_ptr + b)
+            if STREAM == STREAM_COUPLED:
+                position += row
+            quad = group[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
+            value = s + gumbel_of(tl.load(seed_ptr + b), position, node, STREAM, quad)
+        value = tl.where(kept, value, NEG_INF)
+        token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        block_best = tl.max(value)  # candidates come in ascending order: of equal values the first stays
+        block_id = tl.min(tl.where(value == block_best, token, HIGHEST))
+        best_id = tl.where(block_best > best, block_id, best_id)
+        best = tl.maximum(best, block_best)
+    tl.store(stats_ptr + entry * 3 + 1, total)
+    tl.store(stats_ptr + entry * 3 + 2, moment)
+    tl.store(best_ptr + entry, best)
+    tl.store(best_id_ptr + entry, best_id)
+
+
+def filter_rows(
+    stats: torch.Tensor,
+    best: torch.Tensor,
+    best_id: torch.Tensor,
+    peaks: torch.Tensor,
+    logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    params: tuple[torch.Tensor | None, ...],
+    noise: tuple[torch.Tensor, torch.Tensor],
+    stream: int,
+    node: int,
+    block_s: int,
+) -> torch.Tensor:
+    """The cut fp32 ``[B,R]`` (-inf: nothing is removed); the rows' statistics and winners become those of the kept tokens.
+
+    Args:
+        stats ``[B,R,splits,3]``, best, best_id ``[B,R,splits]``, peaks ``[B,R,splits * SPLIT_V / GROUP]``: in place.
+        params: temperature, top_k, top_p, min_p, draft lengths or None. noise: seed, position.
+    """
+    batch, all_rows, splits = best.shape
+    rows, vocab = logits.shape[1:]
+    device = logits.device
+    cut = torch.empty(batch, all_rows, dtype=torch.float32, device=device)
+    candidates = torch.empty_like(peaks, dtype=torch.int32)
+    bound = torch.empty(batch, all_rows, 2, dtype=torch.int32, device=device)
+    sizes = (vocab, rows, all_rows, splits)
+    flags = {"SPLIT": SPLIT_V, "GROUP": GROUP, "HAS_LENS": params[-1] is not None, **EXACT}
+    grid = (batch * all_rows,)
+    _candidates_kernel[grid](
+        candidates, bound, stats, best, peaks, *params, *sizes, BLOCK_S=block_s, BLOCK=_PEAKS, num_warps=8, **flags
+    )
+    _cut_kernel[grid](
+        cut,
+        stats,
+        best,
+        best_id,
+        candidates,
+        bound,
+        logits,
+        draft_logits,
+        *params,
+        *noise,
+        *sizes,
+        node,
+        *logits.stride()[:2],
+        *(draft_logits.stride()[:2] if draft_logits is not None else (0, 0)),
+        STREAM=stream,
+        BLOCK_G=_BLOCK_G,
+        HAS_DRAFT=draft_logits is not None,
+        num_warps=4,
+        **at_most_registers(128, chip_of(device)),
+        **flags,
+    )
+    return cut
