@@ -56,17 +56,17 @@ tests() { # in several processes: compiling kernels is most of the work
         pids+=($!)
     done
     for i in "${pids[@]}"; do wait "$i" || failures=$((failures + 1)); done
-    cat "$out"/tests.?.log | tee "$out/tests.log"
-    rm -f "$out"/tests.?.log
     return $((failures > 0))
 }
 
 export -f device tests
 export python out
 begin=$SECONDS
-step device 30 bash -euc device
+step device 60 bash -euc device
 [ ${#failed[@]} -eq 0 ] || exit 1
 step tests 140 bash -euc tests
+cat "$out"/tests.?.log | tee "$out/tests.log"
+rm -f "$out"/tests.?.log
 # name, seconds after which no further problem starts, limit
 while read -r op budget limit; do
     step "$op" "$limit" "$python" -m "bench.bench_$op" --seconds 0.4 $quick --budget "$budget" --out "$out/$op.jsonl"

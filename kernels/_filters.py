@@ -24,7 +24,7 @@ from specdec_triton.kernels._primitives import NEG_INF, STREAM_COUPLED, gumbel_o
 from specdec_triton.kernels._splits import HIGHEST, SPLIT_V, is_skipped, merge_sums
 
 GROUP = 32  # tokens that share a maximum
-_PEAKS = 4096  # group maxima of a block
+_PEAKS = 8192  # group maxima of a row: one size up to V = 262,144
 _BLOCK_G = 64  # candidate groups of a block
 _LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 
@@ -51,26 +51,6 @@ def _unordered(key):
 def _between(low, high):
     """The middle of two ordered keys, above low."""
     return low + ((high.to(tl.int64) - low + 1) // 2).to(tl.int32)
-
-
-@triton.jit
-def _weigh_peaks(peaks, key, highest, groups, BY_MASS, BLOCK: tl.constexpr):
-    """Of the group maxima >= key: how many (BY_MASS: their mass), the least of them, and the largest of the others.
-
-    The groups past the vocabulary are there too, as -inf: they weigh nothing once key is above it.
-    """
-    weight, above, below = 0.0, HIGHEST, _LOWEST
-    for start in range(0, groups, BLOCK):
-        group = start + tl.arange(0, BLOCK)
-        inside = group < groups
-        peak = tl.load(peaks + group, mask=inside, other=NEG_INF)
-        order = _ordered(peak)
-        reaches = inside & (order >= key)
-        each = tl.where(BY_MASS, tl.exp(peak - highest), 1.0)
-        weight += tl.sum(tl.where(reaches, each, 0.0), 0)
-        above = tl.minimum(above, tl.min(tl.where(reaches, order, HIGHEST), 0))
-        below = tl.maximum(below, tl.max(tl.where(inside & (order < key), order, _LOWEST), 0))
-    return weight, above, below
 
 
 @triton.jit(do_not_specialize=["vocab", "rows", "all_rows", "splits"])
@@ -117,30 +97,31 @@ def _candidates_kernel(
     tl.store(stats_ptr + entry * 3 + 1, tl.where(part == 0, total, 0.0), mask=part < splits)
     tl.store(stats_ptr + entry * 3 + 2, 0.0, mask=part < splits)
     tl.store(best_ptr + entry, NEG_INF, mask=part < splits)
+    # The group maxima stay in registers. Groups past the vocabulary are -inf: they weigh nothing once key is above that.
     row_groups = splits * (SPLIT // GROUP)
-    peaks = peaks_ptr + at * row_groups
+    group = tl.arange(0, BLOCK)
+    peak = tl.load(peaks_ptr + at * row_groups + group, mask=group < row_groups, other=NEG_INF)
+    order = _ordered(peak)
 
     # The largest key that groups of enough weight reach: k of them, or (a little over) top-p of the mass.
     by_mass = (top_k <= 0) | (top_k >= vocab)
+    each = tl.where(by_mass, tl.exp(peak - highest), 1.0)
     enough = tl.where(by_mass, top_p * total * 1.0001, top_k.to(tl.float32))
     searching = (top_p < 1) | (by_mass == 0)
     low = _ordered(tl.where(searching, NEG_INF, highest + tl.log(min_p)))
     key, high = low, _ordered(highest)
     while searching:
-        weight, above, below = _weigh_peaks(peaks, key, highest, row_groups, by_mass, BLOCK)
-        low = tl.where(weight >= enough, above, low)
-        high = tl.where(weight >= enough, high, below)
+        reaches = order >= key
+        weight = tl.sum(tl.where(reaches, each, 0.0), 0)
+        low = tl.where(weight >= enough, tl.min(tl.where(reaches, order, HIGHEST), 0), low)
+        high = tl.where(weight >= enough, high, tl.max(tl.where(reaches, _LOWEST, order), 0))
         key = _between(low, high)
         searching = low < high
 
-    count = 0
-    for start in range(0, row_groups, BLOCK):
-        group = start + tl.arange(0, BLOCK)
-        peak = tl.load(peaks + group, mask=group < row_groups, other=NEG_INF)
-        reaches = (group < (vocab + GROUP - 1) // GROUP) & (_ordered(peak) >= low)
-        place = count + tl.cumsum(reaches.to(tl.int32), 0) - 1
-        tl.store(candidates_ptr + at * row_groups + place, group, mask=reaches)
-        count += tl.sum(reaches.to(tl.int32), 0)
+    reaches = (group < (vocab + GROUP - 1) // GROUP) & (order >= low)
+    place = tl.cumsum(reaches.to(tl.int32), 0) - 1
+    tl.store(candidates_ptr + at * row_groups + place, group, mask=reaches)
+    count = tl.sum(reaches.to(tl.int32), 0)
     tl.store(bound_ptr + at * 2, count)
     tl.store(bound_ptr + at * 2 + 1, low)
 
@@ -323,7 +304,17 @@ def filter_rows(
     flags = {"SPLIT": SPLIT_V, "GROUP": GROUP, "HAS_LENS": params[-1] is not None, **EXACT}
     grid = (batch * all_rows,)
     _candidates_kernel[grid](
-        candidates, bound, stats, best, peaks, *params, *sizes, BLOCK_S=block_s, BLOCK=_PEAKS, num_warps=8, **flags
+        candidates,
+        bound,
+        stats,
+        best,
+        peaks,
+        *params,
+        *sizes,
+        BLOCK_S=block_s,
+        BLOCK=max(_PEAKS, triton.next_power_of_2(splits * SPLIT_V // GROUP)),
+        num_warps=16,
+        **flags,
     )
     _cut_kernel[grid](
         cut,

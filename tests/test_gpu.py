@@ -25,7 +25,16 @@ import torch
 from specdec_triton import PromptLookup, SamplingParams, SpeculativeDecoder, ops
 from specdec_triton._library import why_not_triton
 from specdec_triton.ops import METHODS, SamplingBatch
-from specdec_triton.testing import FP8, NAN, attention_oracle, batch_of, paged_case, toy_model, unexplained
+from specdec_triton.testing import (
+    FP8,
+    NAN,
+    attention_oracle,
+    batch_of,
+    paged_case,
+    poisoned_outputs,
+    toy_model,
+    unexplained,
+)
 
 device = torch.device("cuda")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -58,9 +67,9 @@ def no_host_reads() -> Iterator[None]:
 
 
 def call(op: Callable, *args: object, **options: object) -> object:
-    """The op's kernel on the device's copies of the arguments."""
+    """The op's kernel on the device's copies of the arguments; what it allocates holds NaN."""
     args, options = on_gpu(args), on_gpu(options)
-    with no_host_reads():
+    with no_host_reads(), poisoned_outputs():
         return op(*args, **options, backend="triton")
 
 
