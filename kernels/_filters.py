@@ -256,13 +256,13 @@ def _cut_kernel(
         e = tl.where(kept, tl.exp(s - highest), 0.0)
         total += tl.sum(e)
         moment += tl.sum(tl.where(e > 0, e * (s - highest), 0.0))
-        value = s
+        value = s - highest
         if STREAM >= 0:
             position = tl.load(position_ptr + b)
             if STREAM == STREAM_COUPLED:
                 position += row
             quad = group[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
-            value = s + gumbel_of(tl.load(seed_ptr + b), position, node, STREAM, quad)
+            value += gumbel_of(tl.load(seed_ptr + b), position, node, STREAM, quad)
         value = tl.where(kept, value, NEG_INF)
         token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         block_best = tl.max(value)  # candidates come in ascending order: of equal values the first stays

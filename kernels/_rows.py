@@ -20,7 +20,7 @@ from specdec_triton.kernels._splits import SPLIT_V, is_skipped, load_row, pick_b
 
 
 @triton.jit
-def _store_part(stats_ptr, best_ptr, best_id_ptr, at, s, value, token, bad, ENTROPY: tl.constexpr):
+def _store_part(stats_ptr, best_ptr, best_id_ptr, at, s, noise, token, bad, ENTROPY: tl.constexpr):
     """Statistics of one tile of scaled logits as the split ``at`` of its row."""
     highest = tl.max(s, 0)
     finite = tl.where(highest == NEG_INF, 0.0, highest)
@@ -29,7 +29,7 @@ def _store_part(stats_ptr, best_ptr, best_id_ptr, at, s, value, token, bad, ENTR
     tl.store(stats_ptr + at * 3 + 1, tl.sum(e, 0))
     if ENTROPY:
         tl.store(stats_ptr + at * 3 + 2, tl.sum(tl.where(s == NEG_INF, 0.0, e * (s - finite)), 0))
-    best, best_id = pick_best(value, token)
+    best, best_id = pick_best(s - finite + noise, token)
     tl.store(best_ptr + at, best)
     tl.store(best_id_ptr + at, best_id)
 
@@ -37,7 +37,7 @@ def _store_part(stats_ptr, best_ptr, best_id_ptr, at, s, value, token, bad, ENTR
 @triton.jit(do_not_specialize=["rows", "all_rows", "node"])
 def _row_stats_kernel(
     stats_ptr,  # fp32 [B,R,splits,3]: maximum m (+inf: NaN or +inf found), sum of e = exp(s - m), sum of e (s - m)
-    best_ptr,  # fp32 [B,R,splits]: the winner's value
+    best_ptr,  # fp32 [B,R,splits]: the winner's s - m, plus noise
     best_id_ptr,  # int32 [B,R,splits]
     peaks_ptr,  # fp32 [B,R,splits * SPLIT / GROUP]: maxima of groups
     logits_ptr,  # [B,rows,V]
@@ -102,15 +102,15 @@ def _row_stats_kernel(
     bad = tl.max(((s != s) | (s == float("inf"))).to(tl.int32), 0) > 0
     s = tl.where(s == s, s, NEG_INF)
 
-    value = s
+    noise = tl.zeros([SPLIT], tl.float32)
     if STREAM >= 0:
         if temperature > 0:
             position = tl.load(position_ptr + b)
             if STREAM == STREAM_COUPLED:
                 position += row
-            value = s + gumbel(tl.load(seed_ptr + b), position, node, STREAM, first, SPLIT)
+            noise = gumbel(tl.load(seed_ptr + b), position, node, STREAM, first, SPLIT)
     at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + split
-    _store_part(stats_ptr, best_ptr, best_id_ptr, at, s, value, first + tl.arange(0, SPLIT), bad, ENTROPY)
+    _store_part(stats_ptr, best_ptr, best_id_ptr, at, s, noise, first + tl.arange(0, SPLIT), bad, ENTROPY)
     if HAS_FILTERS:
         if filters:
             GROUPS: tl.constexpr = SPLIT // GROUP

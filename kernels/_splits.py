@@ -1,7 +1,8 @@
 """A row of logits in parts: how a program loads one, and how the parts' statistics become the row's.
 
 The vocabulary is split across programs. For its part of a row, each leaves in ``stats [..., splits, 3]`` the maximum m of the scaled
-logits s (+inf: it found NaN or +inf), the sum of e = exp(s - m) and that of e (s - m), and in ``best``, ``best_id`` its winner.
+logits s (+inf: it found NaN or +inf), the sum of e = exp(s - m) and that of e (s - m), and in ``best``, ``best_id`` its winner: the
+largest s - m, plus noise in a race (noise added to a large s would lose its digits).
 """
 
 from __future__ import annotations
@@ -58,11 +59,15 @@ def merge_entropy(stats_ptr, at, mask):
 
 
 @triton.jit
-def merge_winners(best_ptr, best_id_ptr, at, mask):
-    """The id of the largest value over the last axis, the lowest of equal ones."""
+def merge_winners(stats_ptr, best_ptr, best_id_ptr, at, mask):
+    """The id of the largest s, or s plus noise, over the last axis of the parts at ``at``; the lowest of equal ones."""
+    highest = tl.load(stats_ptr + at * 3, mask=mask, other=NEG_INF)
     value = tl.load(best_ptr + at, mask=mask, other=NEG_INF)
     token = tl.load(best_id_ptr + at, mask=mask, other=HIGHEST)
     axis: tl.constexpr = len(value.shape) - 1
+    peak = tl.expand_dims(tl.max(highest, axis), axis)
+    shift = tl.where((peak == NEG_INF) | (peak == float("inf")), 0.0, highest - peak)
+    value = tl.where(mask, value + shift, NEG_INF)
     best = tl.max(value, axis)
     return tl.min(tl.where(value == tl.expand_dims(best, axis), token, HIGHEST), axis)
 

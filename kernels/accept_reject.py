@@ -34,7 +34,15 @@ from specdec_triton.kernels._primitives import (
     uniform,
 )
 from specdec_triton.kernels._rows import row_stats
-from specdec_triton.kernels._splits import SPLIT_V, load_row, merge_entropy, merge_sums, merge_winners, pick_best
+from specdec_triton.kernels._splits import (
+    HIGHEST,
+    SPLIT_V,
+    load_row,
+    merge_entropy,
+    merge_sums,
+    merge_winners,
+    pick_best,
+)
 
 REJECTION: tl.constexpr = tl.constexpr(0)
 BLOCKWISE: tl.constexpr = tl.constexpr(1)
@@ -106,7 +114,7 @@ def _keep_winners_kernel(
         draft_tokens_ptr, draft_lens_ptr, b, k, rows, splits, vocab, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
     )
     peak, _ = merge_sums(stats_ptr, at, mask)
-    winner = merge_winners(best_ptr, best_id_ptr, at, mask).to(tl.int64)
+    winner = merge_winners(stats_ptr, best_ptr, best_id_ptr, at, mask).to(tl.int64)
     accepted = _first_miss((step < usable) & (drafts == winner), step, k)
     last = tl.sum(tl.where(step == accepted, winner, 0), 0)
     _emit(tokens_ptr, num_accepted_ptr, status_ptr, b, k, length, drafts, accepted, last, peak, BLOCK_T)
@@ -212,7 +220,7 @@ def _race_kernel(
             # u q < p, in logarithms. q = 0 cannot have been drawn: reject.
             u = uniform(seed, position, step, STREAM_ACCEPT)
             keeps = (tl.log(u) + log_q < log_p) & (log_q > NEG_INF)
-        winner = merge_winners(best_ptr, best_id_ptr, at, mask).to(tl.int64)
+        winner = merge_winners(stats_ptr, best_ptr, best_id_ptr, at, mask).to(tl.int64)
         row = _first_miss(drafted & tl.where(temperature <= 0, drafts == winner, keeps), step, k)
         if split == 0:
             tl.store(accepted_ptr + b, row)
@@ -289,7 +297,7 @@ def _pick_kernel(
         draft_tokens_ptr, draft_lens_ptr, b, k, rows, splits, vocab, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
     )
     peak, _ = merge_sums(stats_ptr, at, mask)
-    winner = merge_winners(best_ptr, best_id_ptr, at, mask).to(tl.int64)
+    winner = merge_winners(stats_ptr, best_ptr, best_id_ptr, at, mask).to(tl.int64)
     race = b * race_rows
     if METHOD == BLOCKWISE:
         # The longest prefix of i = step + 1 drafts with u < h: w for the whole draft, else S / (S + 1 - w).
@@ -314,9 +322,10 @@ def _pick_kernel(
         if METHOD != TYPICAL:
             if accepted < usable:
                 # p = q up to rounding leaves no residual; a rejection there has probability zero, and p is right.
-                best = tl.max(tl.load(race_ptr + entry - 1, mask=part < splits, other=NEG_INF), 0)
-                entry -= tl.where(best > NEG_INF, 1, 0)
-        last = merge_winners(race_ptr, race_id_ptr, entry, part < splits).to(tl.int64)
+                largest = tl.max(tl.load(race_ptr + entry - 1, mask=part < splits, other=NEG_INF), 0)
+                entry -= tl.where(largest > NEG_INF, 1, 0)
+        best = tl.load(race_ptr + entry, mask=part < splits, other=NEG_INF)
+        last = pick_best(best, tl.load(race_id_ptr + entry, mask=part < splits, other=HIGHEST))[1].to(tl.int64)
     _emit(tokens_ptr, num_accepted_ptr, status_ptr, b, k, length, drafts, accepted, last, peak, BLOCK_T)
 
 

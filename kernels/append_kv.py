@@ -35,10 +35,14 @@ def _turned(x, row_ptr, lane, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.conste
 
 
 @triton.jit
-def _stored(x, scale_ptr, head, dtype: tl.constexpr, KV_HEADS: tl.constexpr, FP8: tl.constexpr):
-    if FP8:
+def _stored(
+    x, scale_ptr, head, dtype: tl.constexpr, KV_HEADS: tl.constexpr, FP8: tl.constexpr, HAS_SCALES: tl.constexpr
+):
+    if HAS_SCALES:
         scale = tl.load(scale_ptr + head, mask=head < KV_HEADS, other=1.0)
-        stored = encode_e4m3(tl.div_rn(widen(x).to(tl.float32), scale))
+        x = tl.div_rn(widen(x).to(tl.float32), scale)
+    if FP8:
+        stored = encode_e4m3(widen(x).to(tl.float32))
     elif x.dtype == dtype:
         stored = x
     else:
@@ -85,6 +89,7 @@ def _append_kv_kernel(
     ROTARY: tl.constexpr,  # 0: keys are stored as they are
     INTERLEAVED: tl.constexpr,
     FP8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     HAS_QUERY_LENS: tl.constexpr,
 ):
     b = (tl.program_id(0) // count).to(tl.int64)
@@ -114,8 +119,8 @@ def _append_kv_kernel(
         # The explicit fma leaves the compiler no choice of rounding.
         k = tl.fma(_turned(plain, row, lane, mask, ROTARY, INTERLEAVED), sin, plain * cos)
         k = tl.where(lane < ROTARY, k, plain)
-    k = _stored(k, k_scale_ptr, head, k_ptr.dtype.element_ty, KV_HEADS, FP8)
-    v = _stored(v, v_scale_ptr, head, v_ptr.dtype.element_ty, KV_HEADS, FP8)
+    k = _stored(k, k_scale_ptr, head, k_ptr.dtype.element_ty, KV_HEADS, FP8, HAS_SCALES)
+    v = _stored(v, v_scale_ptr, head, v_ptr.dtype.element_ty, KV_HEADS, FP8, HAS_SCALES)
     tl.store(k_cache_ptr + k_at + head * stride_k_cache_head + lane, k, mask=mask)
     tl.store(v_cache_ptr + v_at + head * stride_v_cache_head + lane, v, mask=mask)
 
@@ -177,6 +182,7 @@ def append_kv(
             ROTARY=rotary,
             INTERLEAVED=interleaved,
             FP8=fp8,
+            HAS_SCALES=k_scale is not None,
             HAS_QUERY_LENS=query_lens is not None,
             num_warps=max(heads * block_d // (chip_of(k.device).warp_size * _PER_THREAD), 1),
             **EXACT,

@@ -99,6 +99,7 @@ def check_pages(
             require(not needs, name, "given with an fp8 cache (torch.ones(Hkv) for none)", None)
     if k_cache.device.type == "cpu":
         _check_page_values(k_cache, table, context, lens, count)
+    require((k_scale is None) == (v_scale is None), "v_scale", "given together with k_scale", "one of them")
     return table, context, lens
 
 

@@ -427,10 +427,9 @@ def ngram_propose(
     check_tensor("tokens", tokens, (None, None))
     tokens = integers("tokens", tokens, tuple(tokens.shape), tokens, torch.int64)
     lens = integers("lens", lens, (tokens.shape[0],), tokens, torch.int32)
-    require(isinstance(k, int) and 0 <= k <= MAX_DRAFT_TOKENS, "k", f"from 0 to {MAX_DRAFT_TOKENS}", k)
-    require(isinstance(min_ngram, int) and min_ngram >= 1, "min_ngram", "an integer >= 1", min_ngram)
-    ok = isinstance(max_ngram, int) and max_ngram >= min_ngram
-    require(ok, "max_ngram", f"an integer >= min_ngram = {min_ngram}", max_ngram)
+    check_integer("k", k, 0, MAX_DRAFT_TOKENS)
+    check_integer("min_ngram", min_ngram, 1)
+    check_integer("max_ngram", max_ngram, min_ngram)
     if tokens.device.type == "cpu" and lens.numel():
         low, high = int(lens.min()), int(lens.max())
         require(low >= 0 and high <= tokens.shape[1], "lens", f"from 0 to L = {tokens.shape[1]}", (low, high))
@@ -454,4 +453,7 @@ def _unpack(params: SamplingBatch, batch: int, like: torch.Tensor) -> tuple:
     top_k, seed, position = (
         integers(f"params.{name}", getattr(params, name), (batch,), like, dtype) for name, dtype in whole
     )
+    if batch and like.device.type == "cpu":
+        require(int(top_k.min()) >= -1, "params.top_k", "at least 0 (0 and -1: off)", int(top_k.min()))
+        require(int(position.min()) >= 0, "params.position", "at least 0", int(position.min()))
     return params.temperature, top_k, params.top_p, params.min_p, seed, position, params.has_filters

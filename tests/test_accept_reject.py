@@ -486,6 +486,25 @@ def test_both_zeros_are_one_number(backend):
         assert torch.allclose(lse, torch.tensor([3.0, 3.0, 2.0]).log())
 
 
+@pytest.mark.parametrize("vocab", [3, 5000])
+def test_noise_keeps_its_digits_beside_large_logits(vocab, backend):
+    """Two tied tokens at T = 1e-5, where a logit of 100 becomes 1e7: either comes up half the time, in one part of the
+    vocabulary or in two (within 4.5 standard deviations)."""
+    rows = 4000 if backend == "torch" and vocab == 3 else 300
+    logits = torch.zeros(vocab)
+    logits[[0, vocab - 2]] = 100.0
+    params = batch_of(rows, temperature=1e-5, position=5)
+    tokens = ops.sample(logits.expand(rows, vocab), params=params, backend=backend)
+    assert set(tokens.tolist()) == {0, vocab - 2}
+    assert abs((tokens == 0).double().mean() - 0.5) < 4.5 * 0.5 / rows**0.5
+    nothing = torch.empty(rows, 0, dtype=torch.int64)
+    for method in ("coupled", "rejection"):
+        result = ops.accept_reject(
+            nothing, logits.expand(rows, 1, vocab), params=params, method=method, backend=backend
+        )
+        assert abs((result.tokens == 0).double().mean() - 0.5) < 4.5 * 0.5 / rows**0.5
+
+
 def test_probabilities_do_not_lose_digits_at_low_temperature(backend):
     """Logits near 20 at 1e-4: the log-sum-exp is near 2e5, whose last digit is 1.6% of a probability."""
     logits = torch.tensor([[20.0, 20.0 + d * 2.0**-19] for d in range(1, 25)])
@@ -598,6 +617,8 @@ BAD = {
     "epsilon-above-1": ("typical_epsilon", {"typical_epsilon": 1.5}),
     "delta-negative": ("typical_delta", {"typical_delta": -0.1}),
     "epsilon-none": ("typical_epsilon", {"typical_epsilon": None}),
+    "top-k-below-minus-1": (r"params\.top_k", spoiled("top_k", torch.tensor([0, -2]))),
+    "position-negative": (r"params\.position", spoiled("position", torch.tensor([0, -1]))),
     "backend": ("backend", {"backend": "cuda"}),
 }
 

@@ -285,6 +285,15 @@ def test_factors_of_any_layout_and_dtype(dtype, backend):
 # Arguments.
 
 
+def test_scales_of_a_cache_that_is_not_fp8(backend):
+    """stored x scale = key there too, so that what ``verify_attention`` reads is what was given."""
+    k = torch.randn(1, 2, 2, 16)
+    caches, scale = torch.zeros(2, 1, 4, 2, 16), torch.tensor([0.5, 4.0])
+    ops.append_kv(k, -k, *caches, torch.tensor([[0]]), torch.tensor([1]), k_scale=scale, v_scale=scale, backend=backend)
+    assert torch.equal(caches[0, 0, 1:3], (k / scale[:, None])[0])
+    assert torch.equal(caches[1, 0, 1:3], (-k / scale[:, None])[0])
+
+
 def good():
     """Arguments that fit; each case below spoils one."""
     return {

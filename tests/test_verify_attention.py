@@ -319,6 +319,16 @@ def test_page_beyond_2_to_the_31_elements(backend):
     assert torch.equal(near, far)
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(3, dtype=torch.int64)], ids=["chain", "tree"])
+def test_a_cache_without_pages_serves_idle_requests(mask, backend):
+    cache, nothing = torch.empty(0, 4, 2, 16), torch.zeros(2, dtype=torch.int32)
+    table = torch.full((2, 3), -1)
+    out = ops.verify_attention(
+        torch.randn(2, 3, 4, 16), cache, cache, table, nothing, nothing, tree_mask=mask, backend=backend
+    )
+    assert not out.any()
+
+
 def test_head_beyond_2_to_the_31_elements(backend):
     """The heads outermost in memory: the last one's offset is far, though every stride fits an int32 (faults.md F1)."""
     pages = 2**29 // (16 * 128)

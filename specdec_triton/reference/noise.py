@@ -79,6 +79,7 @@ def race(
 ) -> torch.Tensor:
     """argmax(logits + noise) ``[B]`` of ``logits [B,V]``, the lowest id of equal ones; the other arguments are ``[B]``."""
     stream = torch.zeros_like(seed) + stream
+    logits = logits - logits.amax(-1, keepdim=True)  # noise added to large logits would lose its digits
     if logits.device.type == "cpu":  # the numbers of filtered tokens need not be known
         row, token = (logits > NEG_INF).nonzero(as_tuple=True)
         if 8 * len(row) < logits.numel():

@@ -40,7 +40,7 @@ def verify_attention(
     """``[B,T,Hq,D]`` in q's dtype; see ``specdec_triton.ops.verify_attention``."""
     batch, count, q_heads, _ = q.shape
     page_size = k_cache.shape[1]
-    if batch == 0 or count == 0:
+    if batch == 0 or count == 0 or len(k_cache) == 0:
         return torch.zeros_like(q)
     if q.device.type == "cpu" and tree_mask is None:
         plan = make_plan(block_table, context_lens, query_lens, count, page_size)
