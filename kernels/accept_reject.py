@@ -213,15 +213,16 @@ def _race_kernel(
         if row > usable:
             return
     else:
-        if METHOD == TYPICAL:
+        if temperature <= 0:
+            keeps = drafts == merge_winners(stats_ptr, best_ptr, best_id_ptr, at, mask).to(tl.int64)
+        elif METHOD == TYPICAL:
             threshold = tl.minimum(delta * tl.exp(-merge_entropy(stats_ptr, at, mask)), epsilon)
             keeps = tl.exp(log_p) > threshold
         else:
             # u q < p, in logarithms. q = 0 cannot have been drawn: reject.
             u = uniform(seed, position, step, STREAM_ACCEPT)
             keeps = (tl.log(u) + log_q < log_p) & (log_q > NEG_INF)
-        winner = merge_winners(stats_ptr, best_ptr, best_id_ptr, at, mask).to(tl.int64)
-        row = _first_miss(drafted & tl.where(temperature <= 0, drafts == winner, keeps), step, k)
+        row = _first_miss(drafted & keeps, step, k)
         if split == 0:
             tl.store(accepted_ptr + b, row)
     if temperature <= 0:
