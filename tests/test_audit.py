@@ -121,9 +121,9 @@ def test_rows_moved(method, options, moved, floor):
 
 @needs_triton
 def test_groups_are_the_kernels():
-    from specdec_triton.kernels._rows import _GROUP
+    from specdec_triton.kernels._filters import GROUP
 
-    assert traffic.GROUP == _GROUP
+    assert traffic.GROUP == GROUP
 
 
 @needs_triton
