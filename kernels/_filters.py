@@ -56,7 +56,7 @@ def _between(low, high):
 @triton.jit(do_not_specialize=["vocab", "rows", "all_rows", "splits"])
 def _candidates_kernel(
     candidates_ptr,  # int32 [B,R,splits * SPLIT / GROUP]: groups that may hold a kept token
-    bound_ptr,  # int32 [B,R,2]: how many groups, and the bound as an ordered key
+    bound_ptr,  # int32 [B,R,2]: how many groups (0: the row is skipped, bad or not filtered), the bound as an ordered key
     stats_ptr,  # in place, as are the winners: the sums go to split 0
     best_ptr,
     peaks_ptr,
@@ -77,6 +77,7 @@ def _candidates_kernel(
 ):
     at = tl.program_id(0).to(tl.int64)
     b, row = at // all_rows, (at % all_rows).to(tl.int32)
+    tl.store(bound_ptr + at * 2, 0)
     temperature = tl.load(temperature_ptr + b)
     top_k, top_p, min_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b)
     if filters_at_all(temperature, top_k, top_p, min_p, vocab) == 0:
@@ -88,7 +89,6 @@ def _candidates_kernel(
     part = tl.arange(0, BLOCK_S)
     entry = at * splits + part
     highest, log_sum = merge_sums(stats_ptr, entry, part < splits)
-    tl.store(bound_ptr + at * 2, 0)
     if (highest == NEG_INF) | (highest == float("inf")):
         return
     # From here on the row is its split 0, which the cut kernel will fill.
@@ -180,7 +180,6 @@ def _cut_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    lens_ptr,
     seed_ptr,
     position_ptr,
     vocab,
@@ -196,24 +195,17 @@ def _cut_kernel(
     SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    HAS_LENS: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
     b, row = at // all_rows, (at % all_rows).to(tl.int32)
     tl.store(cut_ptr + at, NEG_INF)
-    temperature = tl.load(temperature_ptr + b)
+    count = tl.load(bound_ptr + at * 2)
+    if count == 0:
+        return
+    low = tl.load(bound_ptr + at * 2 + 1)
+    inverse = inverse_of(tl.load(temperature_ptr + b))
     top_k, top_p, min_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b)
-    if filters_at_all(temperature, top_k, top_p, min_p, vocab) == 0:
-        return
-    if HAS_LENS:
-        length = tl.load(lens_ptr + b)
-        if is_skipped(row, rows, length):
-            return
-    count, low = tl.load(bound_ptr + at * 2), tl.load(bound_ptr + at * 2 + 1)
-    if count == 0:  # a row with NaN, +inf or nothing but -inf
-        return
-    inverse = inverse_of(temperature)
     candidates = candidates_ptr + at * splits * (SPLIT // GROUP)
     logits = logits_ptr + b * stride_logits_batch + row.to(tl.int64) * stride_logits_row
     is_draft = row >= rows
@@ -284,6 +276,7 @@ def filter_rows(
     draft_logits: torch.Tensor | None,
     params: tuple[torch.Tensor | None, ...],
     noise: tuple[torch.Tensor, torch.Tensor],
+    strides: tuple[int, ...],
     stream: int,
     node: int,
     block_s: int,
@@ -292,7 +285,8 @@ def filter_rows(
 
     Args:
         stats ``[B,R,splits,3]``, best, best_id ``[B,R,splits]``, peaks ``[B,R,splits * SPLIT_V / GROUP]``: in place.
-        params: temperature, top_k, top_p, min_p, draft lengths or None. noise: seed, position.
+        params: temperature, top_k, top_p, min_p, draft lengths or None. noise: seed, position. strides: of logits'
+            requests and rows, and of draft_logits'.
     """
     batch, all_rows, splits = best.shape
     rows, vocab = logits.shape[1:]
@@ -301,7 +295,7 @@ def filter_rows(
     candidates = torch.empty_like(peaks, dtype=torch.int32)
     bound = torch.empty(batch, all_rows, 2, dtype=torch.int32, device=device)
     sizes = (vocab, rows, all_rows, splits)
-    flags = {"SPLIT": SPLIT_V, "GROUP": GROUP, "HAS_LENS": params[-1] is not None, **EXACT}
+    flags = {"SPLIT": SPLIT_V, "GROUP": GROUP, **EXACT}
     grid = (batch * all_rows,)
     _candidates_kernel[grid](
         candidates,
@@ -313,6 +307,7 @@ def filter_rows(
         *sizes,
         BLOCK_S=block_s,
         BLOCK=max(_PEAKS, triton.next_power_of_2(splits * SPLIT_V // GROUP)),
+        HAS_LENS=params[-1] is not None,
         num_warps=16,
         **flags,
     )
@@ -325,12 +320,11 @@ def filter_rows(
         bound,
         logits,
         draft_logits,
-        *params,
+        *params[:-1],
         *noise,
         *sizes,
         node,
-        *logits.stride()[:2],
-        *(draft_logits.stride()[:2] if draft_logits is not None else (0, 0)),
+        *strides,
         STREAM=stream,
         BLOCK_G=_BLOCK_G,
         HAS_DRAFT=draft_logits is not None,

@@ -83,22 +83,15 @@ def _row_stats_kernel(
             if (row >= rows) & (filters == 0):
                 return
     first = split * SPLIT
+    logits = logits_ptr + b * stride_logits_batch + row.to(tl.int64) * stride_logits_row
     if HAS_DRAFT:
         if row < rows:
-            s = load_row(
-                logits_ptr + b * stride_logits_batch + row.to(tl.int64) * stride_logits_row,
-                first,
-                vocab,
-                inverse,
-                SPLIT,
-            )
+            s = load_row(logits, first, vocab, inverse, SPLIT)
         else:
             draft = draft_logits_ptr + b * stride_draft_batch + (row - rows).to(tl.int64) * stride_draft_row
             s = load_row(draft, first, vocab, inverse, SPLIT)
     else:
-        s = load_row(
-            logits_ptr + b * stride_logits_batch + row.to(tl.int64) * stride_logits_row, first, vocab, inverse, SPLIT
-        )
+        s = load_row(logits, first, vocab, inverse, SPLIT)
     bad = tl.max(((s != s) | (s == float("inf"))).to(tl.int32), 0) > 0
     s = tl.where(s == s, s, NEG_INF)
 
@@ -164,7 +157,8 @@ def row_stats(
 
     stats, best, best_id = empty(*shape, 3), empty(*shape), empty(*shape, dtype=torch.int32)
     peaks = empty(*shape, SPLIT_V // GROUP) if has_filters else None
-    params = (temperature, top_k, top_p, min_p, lens)
+    params, noise = (temperature, top_k, top_p, min_p, lens), (seed, position)
+    strides = (*logits.stride()[:2], *(draft_logits.stride()[:2] if draft_logits is not None else (0, 0)))
     _row_stats_kernel[(batch * all_rows, splits)](
         stats,
         best,
@@ -173,14 +167,12 @@ def row_stats(
         logits,
         draft_logits,
         *params,
-        seed,
-        position,
+        *noise,
         vocab,
         rows,
         all_rows,
         node,
-        *logits.stride()[:2],
-        *(draft_logits.stride()[:2] if draft_logits is not None else (0, 0)),
+        *strides,
         STREAM=stream,
         SPLIT=SPLIT_V,
         GROUP=GROUP,
@@ -196,6 +188,7 @@ def row_stats(
     result = RowStats(stats, best, best_id, None)
     if peaks is None:
         return result
-    noise = (seed, position)
-    cut = filter_rows(stats, best, best_id, peaks, logits, draft_logits, params, noise, stream, node, result.block_s)
+    cut = filter_rows(
+        stats, best, best_id, peaks, logits, draft_logits, params, noise, strides, stream, node, result.block_s
+    )
     return result._replace(cut=cut)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import EXACT, chip_of, on_device
+from specdec_triton.kernels._config import EXACT, chip_of, dense, on_device
 from specdec_triton.kernels._primitives import encode_e4m3, head_tile, key_offset, narrow, widen
 
 _BLOCK = 1024
@@ -146,8 +146,9 @@ def append_kv(
     fp8 = k_cache.dtype == torch.float8_e4m3fn
     if fp8:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    block_table, context_lens = block_table.contiguous(), context_lens.contiguous()
-    query_lens, k_scale, v_scale = (None if x is None else x.contiguous() for x in (query_lens, k_scale, v_scale))
+    block_table, context_lens, query_lens, k_scale, v_scale = dense(
+        block_table, context_lens, query_lens, k_scale, v_scale
+    )
     rotary, turns = 0, (0, 0, 0, 0)
     if cos is not None and sin is not None:
         cos, sin = (x.expand(batch, -1, -1) for x in (cos, sin))

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import EXACT, chip_of, on_device
+from specdec_triton.kernels._config import EXACT, chip_of, dense, on_device
 from specdec_triton.kernels._primitives import head_tile, key_offset
 
 _BYTES_PER_THREAD = 16  # one warp a program and one access a row: more would only make rows, taken in turn, slower
@@ -83,8 +83,7 @@ def compact_kv(
         return
     if k_cache.dtype.itemsize == 1:  # not every chip knows the type, and bytes are all that moves
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    block_table, context_lens, path = (x.contiguous() for x in (block_table, context_lens, path))
-    path_lens = None if path_lens is None else path_lens.contiguous()
+    block_table, context_lens, path, path_lens = dense(block_table, context_lens, path, path_lens)
     block_d = triton.next_power_of_2(dim)
     elements = chip_of(k_cache.device).warp_size * _BYTES_PER_THREAD // k_cache.dtype.itemsize
     heads = min(triton.next_power_of_2(kv_heads), max(elements // block_d, 1))

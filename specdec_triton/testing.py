@@ -184,6 +184,14 @@ def visible(
 FAR_PAGE = 131072  # of 16 tokens, 8 KV heads and size 128: its first element is number 2**31 (faults.md F1)
 
 
+def tree(*parents: int) -> torch.Tensor:
+    """int64 masks of a tree given by each node's parent: (-1, 0, 0, 1) -> node 3 sees 0, 1 and itself."""
+    masks: list[int] = []
+    for node, parent in enumerate(parents):
+        masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
+    return torch.tensor([mask - (mask >> 63 << 64) for mask in masks])  # bit 63 is the sign
+
+
 def far_cache() -> torch.Tensor:
     """An fp8 cache ``[FAR_PAGE + 1, 16, 8, 128]``; the operating system backs only the pages that are touched."""
     return torch.empty(FAR_PAGE + 1, 16, 8, 128, dtype=torch.uint8).view(FP8)

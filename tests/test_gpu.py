@@ -33,6 +33,7 @@ from specdec_triton.testing import (
     paged_case,
     poisoned_outputs,
     toy_model,
+    tree,
     unexplained,
 )
 
@@ -74,13 +75,6 @@ def call(op: Callable, *args: object, **options: object) -> object:
 
 
 # Attention.
-
-
-def tree(*parents: int) -> torch.Tensor:
-    masks: list[int] = []
-    for node, parent in enumerate(parents):
-        masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
-    return torch.tensor([mask - (mask >> 63 << 64) for mask in masks])
 
 
 def on(context: list[int], new: int, **shape: object) -> dict[str, object]:

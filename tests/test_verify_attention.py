@@ -20,18 +20,11 @@ from specdec_triton.testing import (
     far_cache,
     lay_out,
     paged_case,
+    tree,
 )
 
 OP = "verify_attention"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def tree(*parents):
-    """Masks of a tree given by each node's parent: (-1, 0, 0, 1) -> node 3 sees 0, 1 and itself."""
-    masks = []
-    for node, parent in enumerate(parents):
-        masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
-    return torch.tensor([mask - (mask >> 63 << 64) for mask in masks])  # bit 63 is the sign
 
 
 TWO_BRANCHES = tree(-1, 0, 0, 1, 2)

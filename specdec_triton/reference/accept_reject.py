@@ -68,7 +68,7 @@ def accept_reject(
         # that is not its position's token, so on the CPU the others are left out.
         chosen, node = best.clone(), torch.zeros_like(position)
         for t in range(k + 1):
-            scaled, _ = _scaled_rows(target_logits[:, t : t + 1], *params)
+            scaled = _scaled_rows(target_logits[:, t : t + 1], *params)
             drawn = race(scaled[:, 0], seed, position + t, node, Stream.COUPLED)
             chosen[:, t] = torch.where(greedy, chosen[:, t], drawn)
             accepted = _prefix(usable & (drafts == chosen[:, :k]))
@@ -76,11 +76,12 @@ def accept_reject(
                 break
         return _emit(drafts, chosen, accepted, status)
 
-    scaled, _ = _scaled_rows(target_logits, *params)
-    log_p = scaled.log_softmax(-1)  # not minus the log-sum-exp, which loses digits where logits are large
+    log_p = _scaled_rows(target_logits, *params).log_softmax(
+        -1
+    )  # not minus the log-sum-exp, which loses digits where logits are large
     log_q = None
     if draft_logits is not None and k > 0 and method != "typical":
-        scaled, _ = _scaled_rows(draft_logits, *params)
+        scaled = _scaled_rows(draft_logits, *params)
         log_q = scaled.log_softmax(-1) if draft_lse is None else scaled - draft_lse[..., None]
     u = uniform(seed[:, None], position[:, None], step[:k], Stream.ACCEPT)
     weight = torch.ones_like(temperature)  # of p in the residual
@@ -115,12 +116,11 @@ def _scaled_rows(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     has_filters: bool | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``scaled_logits`` of ``[B,R,V]``, and their log-sum-exp ``[B,R]``."""
+) -> torch.Tensor:
+    """``scaled_logits`` of ``[B,R,V]``."""
     rows = logits.shape[1]
     t_rows, k_rows, p_rows, m_rows = (x.repeat_interleave(rows) for x in (temperature, top_k, top_p, min_p))
-    scaled, lse = scaled_logits(logits.flatten(0, 1), t_rows, k_rows, p_rows, m_rows, has_filters)
-    return scaled.view(logits.shape), lse.view(logits.shape[:2])
+    return scaled_logits(logits.flatten(0, 1), t_rows, k_rows, p_rows, m_rows, has_filters).view(logits.shape)
 
 
 def _rejection(

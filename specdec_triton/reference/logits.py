@@ -10,9 +10,7 @@ import torch
 
 MIN_TEMPERATURE = 1e-5  # smaller positive temperatures count as this one: x / T stays finite
 NEG_INF = float("-inf")
-_PREFIX = (
-    1024  # of a sorted row; on the CPU, where it nearly always decides and a sort of the whole row costs milliseconds
-)
+_PREFIX = 1024  # of a sorted row, on the CPU: it nearly always decides, and sorting the whole row costs milliseconds
 
 
 def scaled_logits(
@@ -22,14 +20,12 @@ def scaled_logits(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     has_filters: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits over the temperature, fp32 ``[R,V]``, -inf where filtered out, and their log-sum-exp ``[R]``.
+) -> torch.Tensor:
+    """Logits over the temperature, fp32 ``[R,V]``, -inf where filtered out: log-probabilities but for a constant a row.
 
     Args:
         logits: ``[R,V]``, any floating dtype; -inf masks a token.
         temperature, top_k, top_p, min_p: ``[R]``. Rows with temperature 0 come back as if it were 1, unfiltered.
-
-    Their difference is the log-probability of every token.
     """
     greedy = temperature <= 0
     scaled = logits.float() * _inverse(temperature)[:, None]
@@ -42,7 +38,7 @@ def scaled_logits(
             torch.where(greedy, 1.0, top_p),
             torch.where(greedy, 0.0, min_p),
         )
-    return scaled, scaled.logsumexp(-1)
+    return scaled
 
 
 def _filter(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,10 @@ from enum import IntEnum
 
 import torch
 
+from specdec_triton.reference.logits import NEG_INF
+
 _MASK = 0xFFFFFFFF
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
-NEG_INF = float("-inf")
 
 
 class Stream(IntEnum):

@@ -21,7 +21,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens int64 ``[B]`` and the log-sum-exp fp32 ``[B]`` under the parameters; see ``specdec_triton.ops.sample``."""
     tokens = logits.argmax(-1)
-    scaled, lse = scaled_logits(logits, temperature, top_k, top_p, min_p, has_filters)
+    scaled = scaled_logits(logits, temperature, top_k, top_p, min_p, has_filters)
+    lse = scaled.logsumexp(-1)
     sampled = temperature > 0
     if logits.device.type == "cpu" and not bool(sampled.any()):
         return tokens, lse
