@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from specdec_triton import ops
     from specdec_triton.drafters import DraftModel, NoDraft, PromptLookup
     from specdec_triton.engine import SpeculativeDecoder
+    from specdec_triton.engine.request import GenerationOutput
     from specdec_triton.fusion import optimize
     from specdec_triton.hf import speculative
-    from specdec_triton.request import GenerationOutput
     from specdec_triton.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ __all__ = [
 
 _HOME = {
     "DraftModel": "drafters",
-    "GenerationOutput": "request",
+    "GenerationOutput": "engine",
     "NoDraft": "drafters",
     "PromptLookup": "drafters",
     "SamplingParams": "sampling",

@@ -40,7 +40,7 @@ from specdec_triton import ops
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter
 from specdec_triton.engine import METHODS, SpeculativeDecoder
-from specdec_triton.request import GenerationStats, RequestHandle
+from specdec_triton.engine.request import GenerationStats, RequestHandle
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
 _MIN_SLOTS = 8

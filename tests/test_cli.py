@@ -22,7 +22,7 @@ from specdec_triton import models as model_names
 from specdec_triton.cli import generate, main
 from specdec_triton.cli.stream import TextStream, decode
 from specdec_triton.engine import SpeculativeDecoder
-from specdec_triton.request import GenerationStats
+from specdec_triton.engine.request import GenerationStats
 
 hub_unreachable = model_names._hub_unreachable
 CONTEXT = 64

@@ -154,7 +154,7 @@ def test_page_sizes(page_size):
 
 def test_long_prompts_are_prefilled_in_chunks(monkeypatch):
     """faults.md A6: chunks at absolute boundaries, the same with and without drafts."""
-    monkeypatch.setattr("specdec_triton.engine.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("specdec_triton.engine.decoder.PREFILL_CHUNK", 7)
     monkeypatch.setattr("specdec_triton.drafters.draft_model._CHUNK", 6)
     for drafter in (None, always_right(whole()), DraftModel(target())):
         assert texts(decoder(drafter), PROMPTS, greedy()) == plain()
@@ -162,7 +162,7 @@ def test_long_prompts_are_prefilled_in_chunks(monkeypatch):
 
 def test_growing_pool(monkeypatch):
     """Requests that outgrow what was reserved for them at first."""
-    monkeypatch.setattr("specdec_triton.engine._HEADROOM", 3)
+    monkeypatch.setattr("specdec_triton.engine.decoder._HEADROOM", 3)
     engine = decoder(random_drafts(whole()), 4, page_size=2)
     for prompt in PROMPTS:
         engine.submit(prompt, greedy())

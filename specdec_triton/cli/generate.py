@@ -24,7 +24,7 @@ from specdec_triton.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from specdec_triton.engine import SpeculativeDecoder
-    from specdec_triton.request import GenerationOutput, GenerationStats
+    from specdec_triton.engine.request import GenerationOutput, GenerationStats
 
 NAME = "generate"
 HELP = "write on from a prompt, and say how fast"

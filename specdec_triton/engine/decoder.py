@@ -15,9 +15,9 @@ from specdec_triton import ops
 from specdec_triton._checks import check_integer, check_tensor, require
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, Drafts, NoDraft, Round
+from specdec_triton.engine.request import GenerationOutput, RequestHandle
 from specdec_triton.errors import OutOfPagesError
 from specdec_triton.exactness import ExactnessError
-from specdec_triton.request import GenerationOutput, RequestHandle
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingBatch, SamplingParams, draw_seed
 
 METHODS = ("auto", *ops.METHODS)
