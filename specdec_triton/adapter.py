@@ -5,13 +5,14 @@ switched to :func:`paged_attention`, which appends the new keys and values to th
 ``verify_attention``; the pass's metadata travel through the model's keyword arguments. Which models this works for is
 found by watching a short pass (``observe.py``), not from a list of names.
 
-Rows are packed: the new tokens of all requests form one sequence ``[1, N]`` with explicit position ids, so a batch
-whose requests draft different numbers of tokens has no padding rows in the model's matrix products.
+The new tokens of all requests form one sequence ``[1, N]`` with explicit position ids. Where values may be read (on a
+CPU) the rows are packed: a batch whose requests draft different numbers of tokens has no padding rows in the model's
+matrix products. On a device every request has T rows, whatever it uses of them: shapes depend on no value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -150,6 +151,7 @@ class ModelAdapter:
         self.vocab_size: int = self.observation.vocab_size
         self.max_len: int | None = self.observation.max_len
         self.stop_ids = _eos_ids(model)
+        self.fixed_shapes = self.device.type != "cpu"  # a pass reads no value back
         self._configs = attention_configs(model)
         like = torch.empty(0, device=self.device)
         self._backend = (
@@ -172,7 +174,9 @@ class ModelAdapter:
             self._rows = InvariantRows(self)
         return self._rows
 
-    def new_cache(self, *, slots: int, page_size: int, num_pages: int, growable: bool = False) -> KVCache:
+    def new_cache(
+        self, *, slots: int, page_size: int, num_pages: int, growable: bool = False, max_tokens: int | None = None
+    ) -> KVCache:
         """A KV cache of this model's shapes."""
         return KVCache(
             self.observation.layers,
@@ -182,6 +186,7 @@ class ModelAdapter:
             dtype=self.dtype,
             device=self.device,
             growable=growable,
+            max_tokens=max_tokens,
         )
 
     def forward(
@@ -190,62 +195,87 @@ class ModelAdapter:
         cache: KVCache,
         block_table: torch.Tensor,
         context_lens: torch.Tensor,
-        query_lens: Sequence[int] | None = None,
+        query_lens: torch.Tensor | None = None,
         *,
         rows: int | None = None,
         last_only: bool = False,
     ) -> torch.Tensor:
-        """One pass over the new tokens of B requests.
+        """One pass over the new tokens of B requests. Reads nothing back with ``fixed_shapes``.
 
         Args:
             tokens: int64 ``[B,T]``.
             block_table: int32 ``[B,max_pages]``, the requests' rows of the cache's table.
             context_lens: int32 ``[B]``, tokens already in the cache.
-            query_lens: new tokens of each request; None: T.
-            rows: pad the packed rows to this many (see ``exactness.py``).
+            query_lens: int32 ``[B]``, new tokens of each request, 0 to T; None: T.
+            rows: pad the rows of the matrix products to this many (see ``exactness.py``).
             last_only: logits of each request's last new token alone.
 
         Returns:
             logits ``[B,T,V]``, or ``[B,1,V]`` with ``last_only``; rows at or past query_lens are unspecified.
         """
         batch, count = tokens.shape
-        step = torch.arange(count, device=self.device)
-        position = context_lens[:, None] + step
-        take = put = lens = None
-        if query_lens is None or min(query_lens) == count:
-            query_lens = None
-            ids, position = tokens.reshape(1, -1), position.reshape(1, -1)
-            real = batch * count
-        else:
-            lens = torch.tensor(query_lens, dtype=torch.int32, device=self.device)
-            put = torch.cat([b * count + step[:n] for b, n in enumerate(query_lens)])
-            real = sum(query_lens)
-            starts = lens.cumsum(0) - lens
-            take = (starts[:, None] + torch.minimum(step, (lens[:, None] - 1).clamp(min=0))).clamp(max=real - 1)
-            ids, position = tokens.flatten()[put][None], position.flatten()[put][None]
-        if rows is not None and rows > real:
-            ids = torch.nn.functional.pad(ids, (0, rows - real))
-            position = torch.nn.functional.pad(position, (0, rows - real))
-        plan = None
-        if self.device.type == "cpu" and self._backend == ("torch", "torch"):
-            plan = make_plan(block_table, context_lens, lens, count, cache.page_size)
-        p = Pass(
-            cache, block_table, context_lens, lens, batch, count, real, take, put, self._backend, self._softcap, plan
-        )
-        keep: dict[str, Any] = {}
-        if last_only:
-            ends = torch.tensor(query_lens or [count] * batch).cumsum(0).to(self.device) - 1
-            if self._keeps_logits:
-                keep = {"logits_to_keep": ends}
         if self.model.training and has_dropout(self.model):
             raise RuntimeError(f"{type(self.model).__name__} is in training mode, with dropout: call model.eval()")
+        ids, position, p = self._pack(tokens, cache, block_table, context_lens, query_lens)
+        if rows is not None and rows > p.rows:
+            ids = torch.nn.functional.pad(ids, (0, rows - p.rows))
+            position = torch.nn.functional.pad(position, (0, rows - p.rows))
+        keep: dict[str, Any] = {}
+        if last_only:
+            ends = _last_rows(p)
+            if self._keeps_logits:
+                keep = {"logits_to_keep": ends}
         with model_lock(self.model), self._switched(), torch.inference_mode():
             logits = self.model(
-                input_ids=ids, position_ids=position.long(), use_cache=False, specdec_pass=p, **keep
+                input_ids=ids[None], position_ids=position[None], use_cache=False, specdec_pass=p, **keep
             ).logits[0]
         if last_only:
             return (logits if keep else logits[ends])[:, None]
-        return logits[take] if take is not None else logits[:real].unflatten(0, (batch, count))
+        return logits[p.take] if p.take is not None else logits[: p.rows].unflatten(0, (batch, count))
+
+    def _pack(
+        self,
+        tokens: torch.Tensor,
+        cache: KVCache,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_lens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, Pass]:
+        """Token ids and positions of the pass's rows, int64 ``[N]`` each, and its metadata."""
+        batch, count = tokens.shape
+        step = torch.arange(count, device=self.device)
+        # Rows past query_lens stay inside position tables, which end with the context.
+        inside = step if query_lens is None else torch.minimum(step, (query_lens[:, None] - 1).clamp(min=0))
+        position = (context_lens[:, None] + inside).long()
+        total, take, put, plan = batch * count, None, None, None
+        if not self.fixed_shapes:
+            lens = [count] * batch if query_lens is None else query_lens.tolist()
+            if min(lens) == count:
+                query_lens = None
+            else:
+                assert query_lens is not None
+                put = torch.cat([b * count + step[:n] for b, n in enumerate(lens)])
+                total = len(put)
+                starts = query_lens.cumsum(0) - query_lens
+                take = (starts[:, None] + inside).clamp(max=total - 1)
+                tokens, position = tokens.flatten()[put], position.flatten()[put]
+            if self._backend == ("torch", "torch"):
+                plan = make_plan(block_table, context_lens, query_lens, count, cache.page_size)
+        p = Pass(
+            cache,
+            block_table,
+            context_lens,
+            query_lens,
+            batch,
+            count,
+            total,
+            take,
+            put,
+            self._backend,
+            self._softcap,
+            plan,
+        )
+        return tokens.flatten(), position.flatten(), p
 
     @contextmanager
     def _switched(self) -> Iterator[None]:
@@ -258,6 +288,16 @@ class ModelAdapter:
         finally:
             for config, implementation in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = implementation
+
+
+def _last_rows(p: Pass) -> torch.Tensor:
+    """The row of each request's last new token, int64 ``[B]``."""
+    if p.query_lens is None:
+        return torch.arange(1, p.batch + 1, device=p.context_lens.device) * p.count - 1
+    last = (p.query_lens - 1).clamp(min=0).long()[:, None]
+    if p.take is not None:
+        return p.take.gather(1, last)[:, 0]
+    return torch.arange(p.batch, device=last.device) * p.count + last[:, 0]
 
 
 def _eos_ids(model: Any) -> frozenset[int]:

@@ -90,6 +90,7 @@ def speculative(
     method: str = "auto",
     exact: bool | None = None,
     backend: str | None = None,
+    adaptive: bool = True,
 ) -> SpeculativeGenerate:
     """A decoding method for ``model.generate(**inputs, custom_generate=...)`` that drafts and verifies.
 
@@ -100,7 +101,7 @@ def speculative(
             the streamer, tokenizer, assistant_model or synced_gpus given to ``generate``.
         tokenizer, stop_strings: end a row once its text ends in one of the strings, as ``generate(stop_strings=...,
             tokenizer=...)`` does.
-        method, exact, backend: see :class:`~specdec_triton.SpeculativeDecoder`. Seeds come from torch's global
+        method, exact, backend, adaptive: see :class:`~specdec_triton.SpeculativeDecoder`. Seeds come from torch's global
             generator, so ``torch.manual_seed`` governs sampling.
 
     Raises:
@@ -114,7 +115,8 @@ def speculative(
         >>> fast = speculative(PromptLookup())                                           # doctest: +SKIP
         >>> model.generate(**inputs, max_new_tokens=64, custom_generate=fast)            # doctest: +SKIP
     """
-    return SpeculativeGenerate(drafter, num_draft_tokens, streamer, tokenizer, stop_strings, method, exact, backend)
+    options = {"num_draft_tokens": num_draft_tokens, "method": method, "exact": exact, "backend": backend}
+    return SpeculativeGenerate(drafter, streamer, tokenizer, stop_strings, options | {"adaptive": adaptive})
 
 
 class SpeculativeGenerate:
@@ -127,14 +129,12 @@ class SpeculativeGenerate:
     def __init__(
         self,
         drafter: Drafter | None,
-        num_draft_tokens: int,
         streamer: Any,
         tokenizer: Any,
         stop_strings: str | Sequence[str] | None,
-        method: str,
-        exact: bool | None,
-        backend: str | None,
+        options: dict[str, Any],
     ) -> None:
+        num_draft_tokens, method = options["num_draft_tokens"], options["method"]
         if drafter is not None and not isinstance(drafter, Drafter):
             raise ValueError(f"drafter must be a Drafter such as PromptLookup(), got {type(drafter).__name__}")
         if type(num_draft_tokens) is not int or not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
@@ -147,12 +147,7 @@ class SpeculativeGenerate:
         self._streamer = streamer
         self._stop_strings = [] if stop_strings is None else [StopStringCriteria(tokenizer, _strings(stop_strings))]
         self._method = method
-        self._options: dict[str, Any] = {
-            "num_draft_tokens": num_draft_tokens,
-            "method": method,
-            "exact": exact,
-            "backend": backend,
-        }
+        self._options = options
         self._decoders: WeakKeyDictionary[Any, tuple[SpeculativeDecoder, int]] = WeakKeyDictionary()
         self.stats: list[GenerationStats] = []
 
@@ -321,6 +316,8 @@ class _Batch:
     def _token(self, handle: RequestHandle, t: int) -> int:
         while len(handle.token_ids) <= t:
             if handle.output is not None:
+                if handle.exception is not None:
+                    raise handle.exception
                 raise RuntimeError(f"decoding ended early: {handle.output.error or handle.output.finish_reason}")
             self._decoder.step()
         return handle.token_ids[t]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
 
 RECORDING = "specdec_recording"
+RECORDING_ON_META = "specdec_recording_on_meta"  # without masks: transformers reads values to build them
 _MASK_HORIZON = 1 << 17  # masks are examined up to this many positions
 _PROBE_TOKENS = 6
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "moe"}
@@ -91,6 +92,7 @@ def _recording_mask(*, q_length: int, kv_length: int, mask_function: Any, device
 
 
 AttentionInterface.register(RECORDING, _recording_attention)
+AttentionInterface.register(RECORDING_ON_META, _recording_attention)
 AttentionMaskInterface.register(RECORDING, _recording_mask)
 
 
@@ -241,7 +243,7 @@ def _record_locked(model: Any, device: torch.device, config: Any) -> tuple[_Reco
     _active.append(recording)
     try:
         for c in configs:
-            c._attn_implementation_internal = RECORDING
+            c._attn_implementation_internal = RECORDING_ON_META if device.type == "meta" else RECORDING
         with torch.inference_mode():
             out = model(input_ids=tokens, position_ids=positions, use_cache=False, specdec_pass=recording)
     except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +168,10 @@ class SamplingBatch:
             position=torch.as_tensor(positions, dtype=torch.int64, device=device),
             has_filters=any(p.has_filters for p in params),
         )
+
+    def after(self, tokens: int) -> SamplingBatch:
+        """The same parameters, ``tokens`` positions later."""
+        return replace(self, position=self.position + tokens)
 
 
 def draw_seed() -> int:

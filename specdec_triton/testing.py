@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -397,36 +398,26 @@ def own_logits(model: Any, text: Sequence[int]) -> torch.Tensor:
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts what ``script(text, limit)`` returns: a list of at most ``limit`` tokens.
-
-    Attributes:
-        judged: (drafted, accepted) of every round in which something was drafted.
-    """
+    """Drafts what ``script(text, limit)`` returns: a list of at most ``limit`` tokens."""
 
     def __init__(self, script: Callable[[list[int], int], list[int]]) -> None:
         self.script = script
-        self.judged: list[tuple[int, int]] = []
 
     def bind(self, target: Any, *, slots: int, page_size: int, backend: str | None) -> DraftSession:
-        return _Scripted(self)
+        return _Scripted(self.script)
 
 
 class _Scripted(DraftSession):
-    def __init__(self, drafter: ScriptedDrafter) -> None:
-        self._drafter = drafter
+    def __init__(self, script: Callable[[list[int], int], list[int]]) -> None:
+        self._script = script
 
     def propose(self, round_: Round) -> Drafts:
-        rows = [
-            self._drafter.script(text[:n], limit)
-            for text, n, limit in zip(round_.texts.tolist(), round_.lens, round_.limits, strict=True)
-        ]
+        texts = zip(round_.texts.tolist(), round_.lens.tolist(), round_.limits.tolist(), strict=True)
+        rows = [self._script(text[:n], limit) if limit else [] for text, n, limit in texts]
         longest = max(map(len, rows))
-        tokens = [row + [-1] * (longest - len(row)) for row in rows]
-        return Drafts(torch.tensor(tokens, dtype=torch.int64).view(len(rows), longest), [len(row) for row in rows])
-
-    def judge(self, slot: int, drafted: int, accepted: int) -> None:
-        if drafted:
-            self._drafter.judged.append((drafted, accepted))
+        tokens = torch.tensor([row + [-1] * (longest - len(row)) for row in rows]).view(len(rows), longest).long()
+        lens = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+        return Drafts(tokens[:, : round_.k], lens.clamp(max=round_.k))
 
 
 def always_right(texts: Sequence[Sequence[int]], *, offset: int = 0, vocab: int = TOY_VOCAB) -> ScriptedDrafter:
@@ -477,7 +468,7 @@ class Alternating(Drafter):
             talks = self.rounds % self.period in self.on
             self.rounds += 1
             if not talks:
-                round_.limits = [0] * len(round_.limits)
+                round_.k, round_.limits = 0, torch.zeros_like(round_.limits)
             return propose(round_)
 
         session.propose = sometimes  # type: ignore[method-assign]
@@ -488,8 +479,17 @@ class Alternating(Drafter):
 
 
 def assert_pages_add_up(cache: KVCache) -> None:
-    """Every page is free or owned by exactly one slot, and the table says the same (faults.md E9)."""
-    owned = [page for pages in cache._owned for page in pages]
-    assert sorted([*cache._free, *owned]) == list(range(cache.num_pages))
-    for pages, row in zip(cache._owned, cache.block_table.tolist(), strict=True):
+    """faults.md E9: every page is free or owned, its owners are counted, the table says the same, and held texts lie in owned pages."""
+    owners = Counter(page for pages in cache._owned for page in pages)
+    assert sorted([*cache._free, *owners]) == list(range(cache.num_pages))
+    assert cache._owners == [owners[page] for page in range(cache.num_pages)]
+    for slot, (pages, row) in enumerate(zip(cache._owned, cache.block_table.tolist(), strict=True)):
+        assert len(set(pages)) == len(pages)
         assert row == pages + [UNUSED] * (len(row) - len(pages))
+        assert sum(len(node.chunk) for node in cache._prefixes._paths[slot]) <= cache.capacity(slot)
+    held: dict[Any, set[int]] = {node: set() for node in cache._prefixes._nodes.values()}
+    for slot, path in enumerate(cache._prefixes._paths):
+        for node in path:
+            held[node].add(slot)
+    assert held == {node: node.holders for node in held}
+    assert all(held.values())

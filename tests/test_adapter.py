@@ -146,7 +146,8 @@ def test_logits_equal_the_modules_own(name):
             tokens = torch.zeros(2, max(counts), dtype=torch.int64)
             for b, n in enumerate(counts):
                 tokens[b, :n] = torch.tensor(texts[b][done[b] : done[b] + n])
-            logits = adapter.forward(tokens, cache, cache.block_table, context, counts)
+            lens = torch.tensor(counts, dtype=torch.int32)
+            logits = adapter.forward(tokens, cache, cache.block_table, context, lens)
             for b, n in enumerate(counts):
                 want = own[b][done[b] : done[b] + n]
                 assert torch.allclose(logits[b, :n], want, rtol=0, atol=3e-5 * float(own[b].abs().max()))
@@ -392,14 +393,14 @@ def test_padding_rows_change_nothing():
     tokens = torch.tensor([[3, 4, 5], [6, 7, 0]])
     context = torch.zeros(2, dtype=torch.int32)
     args = (tokens, cache, cache.block_table, context)
-    plain = adapter.forward(*args, [3, 2])
+    plain = adapter.forward(*args, torch.tensor([3, 2], dtype=torch.int32))
     before = [x.clone() for x in cache.layer(0)]
-    padded = adapter.forward(*args, [3, 2], rows=16)
+    padded = adapter.forward(*args, torch.tensor([3, 2], dtype=torch.int32), rows=16)
     assert torch.allclose(padded[0], plain[0], atol=1e-5)
     assert torch.allclose(padded[1, :2], plain[1, :2], atol=1e-5)
     for old, now in zip(before, cache.layer(0), strict=True):
         assert torch.allclose(old, now, atol=1e-6)
-    last = adapter.forward(*args, [3, 2], last_only=True)
+    last = adapter.forward(*args, torch.tensor([3, 2], dtype=torch.int32), last_only=True)
     assert last.shape == (2, 1, 97)
     assert torch.allclose(last[1, 0], plain[1, 1], atol=1e-5)
 

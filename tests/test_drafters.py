@@ -11,7 +11,6 @@ import torch
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters.base import Round
-from specdec_triton.drafters.prompt_lookup import ROW_COST, _Acceptance, best_length
 from specdec_triton.errors import UnsupportedModelError
 from specdec_triton.sampling import SamplingBatch
 from specdec_triton.testing import (
@@ -56,7 +55,9 @@ def checked():
 
 
 def decoder(drafter, k=4, **options):
-    return SpeculativeDecoder(checked(), drafter, num_draft_tokens=k, page_size=5, exact=False, **options)
+    return SpeculativeDecoder(
+        checked(), drafter, num_draft_tokens=k, page_size=5, exact=False, **{"adaptive": False, **options}
+    )
 
 
 def texts(engine, params):
@@ -69,16 +70,14 @@ def texts(engine, params):
 def assert_caches_hold_the_texts(engine, drafting):
     """Both caches agree with a fresh pass on all that is committed (faults.md E1, E2, E11): the next pass's logits
     equal the module's own, the draft model's from wherever its cache ends."""
-    session = engine._drafts
-    for slot, handle in enumerate(engine._slots):
-        if handle is None:
-            continue
+    session = engine._loop.session
+    for slot, handle in enumerate(engine._loop.scheduler.running):
         text = handle.prompt + handle.token_ids
-        kept = {engine._target: (engine._cache, len(text) - 1)}
-        if session._cached[slot] > 0:
-            kept[session._adapter] = (session._cache, min(session._cached[slot], len(text) - 1))
+        kept = {engine.target: (engine._loop.cache, len(text) - 1)}
+        if (seen := int(session.seen[slot])) > 0:
+            kept[session.adapter] = (session._cache, min(seen, len(text) - 1))
             if drafting:  # every committed token but the last two has its key, also after full acceptance
-                assert session._cached[slot] >= len(text) - 2
+                assert seen >= len(text) - 2
         for adapter, (cache, n) in kept.items():
             new, context = torch.tensor([text[n:]]), torch.tensor([n], dtype=torch.int32)
             logits = adapter.forward(new, cache, cache.block_table[slot : slot + 1], context)[0, -1]
@@ -96,10 +95,10 @@ def test_caches_after_every_round(draft, pauses, k):
     handles = [engine.submit(prompt, greedy()) for prompt in PROMPTS]
     while engine.step():
         assert_caches_hold_the_texts(engine, drafting=pauses[0] == 1)
-        assert_pages_add_up(engine._cache)
-        assert_pages_add_up(engine._drafts._cache)
+        assert_pages_add_up(engine._loop.cache)
+        assert_pages_add_up(engine._loop.session._cache)
     assert [handle.output.token_ids for handle in handles] == plain()
-    assert engine._drafts._cache.free_pages == engine._drafts._cache.num_pages
+    assert engine._loop.session._cache.free_pages == engine._loop.session._cache.num_pages
 
 
 def test_acceptance_does_not_decay():
@@ -188,7 +187,7 @@ def test_draft_logits_that_are_not_finite():
     prompts = [[5, 96, 4], *PROMPTS]
     want = [plain_greedy(target(), prompt, NEW) for prompt in prompts]
     for params in (greedy(), SamplingParams(max_new_tokens=NEW)):
-        with pytest.warns(UserWarning, match="draft model's logits hold NaN or infinity"):
+        with pytest.warns(UserWarning, match="drafter's logits hold NaN or infinity"):
             outputs = decoder(DraftModel(draft)).generate(prompts, params)
         assert params.greedy is False or [out.token_ids for out in outputs] == want
         assert [out.stats.drafted > 0 for out in outputs] == [False, True, True, True]
@@ -266,49 +265,6 @@ def test_lookup_copies_a_repeating_text():
     assert out.stats.target_passes < 40
 
 
-def test_best_length():
-    """The K that maximises expected tokens per time, by hand and at the ends."""
-
-    def gain(rate, k):
-        return sum(rate**j for j in range(k + 1)) / (1 + ROW_COST * k)
-
-    for rate in (0.0, 0.04, 0.1, 0.3, 0.5, 0.9, 1.0):
-        for limit in (0, 1, 4, 20):
-            best = best_length(rate, limit)
-            assert 0 <= best <= limit
-            assert all(gain(rate, best) >= gain(rate, k) - 1e-12 for k in range(limit + 1))
-    assert best_length(0.0, 8) == 0
-    assert best_length(1.0, 8) == 8
-
-
-def test_lookup_stops_drafting_and_tries_again():
-    """Wrong drafts end; a text that later begins to repeat is noticed: a request never stops for good."""
-    acceptance = _Acceptance()
-    rounds = 0
-    while best_length(acceptance.rate, 8) > 0:
-        acceptance.update(drafted=1, accepted=0)
-        rounds += 1
-        assert rounds < 50
-    idle = 0
-    while best_length(acceptance.rate, 8) == 0:
-        acceptance.update(drafted=0, accepted=0)
-        idle += 1
-        assert idle < 100
-    for _ in range(20):
-        acceptance.update(drafted=4, accepted=4)
-    assert best_length(acceptance.rate, 8) >= 4
-
-
-def test_lookup_forgets_a_finished_request():
-    """The slot's next request starts afresh."""
-    engine = decoder(PromptLookup(), max_batch_size=1)
-    first = engine.generate(PROMPTS, greedy())
-    again = engine.generate(PROMPTS, greedy())
-    for a, b in zip(first, again, strict=True):
-        assert a.stats.drafted_at == b.stats.drafted_at
-    assert engine._drafts._acceptance == {}
-
-
 def test_drafts_that_are_never_right_are_noticed():
     """faults.md L5: below 2% of 200 drafts, one warning; the text stays right."""
     long = [plain_greedy(target(), prompt, 60) for prompt in PROMPTS]
@@ -328,11 +284,9 @@ def test_drafts_that_are_never_right_are_noticed():
 def test_prompt_lookup_copies_on_through_a_period():
     """A text that repeats itself every 3 tokens: K tokens are drafted, though only 3 follow the last occurrence."""
     session = PromptLookup().bind(checked(), slots=1, page_size=4, backend=None)
-    session.admit(0, [], 100)
-    for _ in range(8):
-        session.judge(0, 8, 8)
-    text = [9, 5, 6, 7, 5, 6, 7]
-    params = SamplingBatch.from_params([greedy()], [len(text)], "cpu")
-    drafts = session.propose(Round([0], torch.tensor([text]), [len(text)], [8], params, "greedy"))
-    assert drafts.lens == [8]
+    text = torch.tensor([[9, 5, 6, 7, 5, 6, 7]])
+    lens, limits = torch.tensor([7], dtype=torch.int32), torch.tensor([8], dtype=torch.int32)
+    params = SamplingBatch.from_params([greedy()], [7], "cpu")
+    drafts = session.propose(Round(8, text, lens, limits, params, draw=None, needs_logits=False, reads=True))
+    assert drafts.lens.tolist() == [8]
     assert drafts.tokens.tolist() == [[5, 6, 7, 5, 6, 7, 5, 6]]

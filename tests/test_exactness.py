@@ -94,7 +94,9 @@ def test_logits_bits_do_not_depend_on_the_pass(kind, threads):
     both = torch.stack([text.flip(0), text])
     zero = torch.zeros(2, dtype=torch.int32)
     assert torch.equal(adapter.forward(both, cache, cache.block_table, zero, rows=invariant.pad(34))[1], want)
-    ragged = adapter.forward(both, cache, cache.block_table, zero, [4, 17], rows=invariant.pad(21))
+    ragged = adapter.forward(
+        both, cache, cache.block_table, zero, torch.tensor([4, 17], dtype=torch.int32), rows=invariant.pad(21)
+    )
     assert torch.equal(ragged[1], want)
 
 

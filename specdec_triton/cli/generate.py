@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare", action="store_true", help="decode plainly as well: both speeds, and whether the texts are equal"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser.add_argument(
+        "--adaptive",
+        action=argparse.BooleanOptionalAction,
+        help="draft fewer than K tokens, or none, where more would not pay (default: with ngram drafts)",
+    )
     add_model_arguments(parser)
     group = parser.add_argument_group("sampling")
     for names, kind, metavar, default, text in (
@@ -78,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
         ids = encode(tokenizer, prompt, args.chat, args.system)
         target = load_target(args, device)
         drafter = load_drafter(args, device, target)
-        decoder = make_decoder(target, drafter, args.num_draft_tokens)
+        adaptive = args.draft == "ngram" if args.adaptive is None else args.adaptive
+        decoder = make_decoder(target, drafter, args.num_draft_tokens, adaptive)
     settings = {
         "target": args.target,
         "draft": args.draft,
@@ -148,12 +154,12 @@ def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None) -
     return ids
 
 
-def make_decoder(target: Any, drafter: Any, k: int) -> SpeculativeDecoder:
+def make_decoder(target: Any, drafter: Any, k: int, adaptive: bool) -> SpeculativeDecoder:
     """A decoder of one request, warmed up."""
     from specdec_triton.engine import SpeculativeDecoder
 
     try:
-        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=k, max_batch_size=1)
+        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=k, max_batch_size=1, adaptive=adaptive)
     except ValueError as error:  # the drafter does not fit
         raise UsageError(str(error)) from error
     decoder.warmup()
@@ -218,7 +224,7 @@ def compare(
     """Decode plainly and speculatively in turn, and report the faster run of each."""
     from specdec_triton.drafters import NoDraft
 
-    decoders = {"plain": make_decoder(decoder.target, NoDraft(), 0), "speculative": decoder}
+    decoders = {"plain": make_decoder(decoder.target, NoDraft(), 0, False), "speculative": decoder}
     best: dict[str, GenerationOutput] = {}
     warmup = replace(params, max_new_tokens=min(_WARMUP_TOKENS, params.max_new_tokens))
     if not args.json:

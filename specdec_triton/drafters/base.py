@@ -1,11 +1,16 @@
-"""The drafter protocol. A drafter is a recipe; ``bind`` makes the session that serves one decoder."""
+"""The drafter protocol. A drafter is a recipe; ``bind`` makes the session that serves one decoder.
+
+A session drafts for the slots 0 .. n-1 of its decoder, from tensors on the device. On a device it may read nothing back to
+the host and branch on no value, since its drafting is part of a step that is captured and replayed; where values may be read
+(:attr:`Round.reads`) it should skip what nobody asked for.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,53 +22,92 @@ if TYPE_CHECKING:
 
 @dataclass
 class Round:
-    """What a drafter may look at.
+    """What a session may look at, for the n requests in the slots 0 .. n-1.
 
     Attributes:
-        slots: the B requests' places in the decoder.
-        texts: int64 ``[B,L]``, prompt and output so far. lens: their lengths, on the host.
-        limits: the most tokens that may be drafted for each request.
+        k: the most tokens to draft, K.
+        texts: int64 ``[n,L]``, prompt and output so far. lens: int32 ``[n]``, their lengths; 0 for a slot at rest.
+        limits: int32 ``[n]``, the most tokens that may be drafted for each request: 0 to K, 0 for a slot at rest.
         params: the requests' sampling parameters; ``position`` is that of the first draft.
-        method: the accept/reject method that will judge the drafts.
+        draw: ``(logits [n,V], j) -> (tokens [n], lse [n])`` draws draft number j with the noise that each request's method asks for.
+        needs_logits: whether any request's method judges drafts by their probabilities.
+        reads: whether values may be read on the host.
     """
 
-    slots: Sequence[int]
+    k: int
     texts: torch.Tensor
-    lens: Sequence[int]
-    limits: Sequence[int]
+    lens: torch.Tensor
+    limits: torch.Tensor
     params: SamplingBatch
-    method: str
+    draw: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+    needs_logits: bool
+    reads: bool
 
 
 @dataclass
 class Drafts:
-    """Proposals: tokens int64 ``[B,K]`` (-1 past a request's length), lengths, and how they were drawn.
+    """Proposals: tokens int64 ``[n,K']`` with K' <= K (anything past a request's length), lens int32 ``[n]``.
 
     Attributes:
-        logits: ``[B,K,V]`` raw draft logits, and lse ``[B,K]`` (see ``ops.sample``); None: the drafts were certain.
+        logits: ``[n,K',V]`` raw draft logits, and lse ``[n,K']`` (see ``ops.sample``); None: the drafts were certain.
+        failed: bool ``[n]``, whose drafts ended early because the drafter's numbers were not finite; None: nobody's.
     """
 
     tokens: torch.Tensor
-    lens: list[int]
+    lens: torch.Tensor
     logits: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    failed: torch.Tensor | None = None
 
 
 class DraftSession(ABC):
-    """A drafter at work for one decoder, with what it remembers of each slot's request."""
+    """A drafter at work for one decoder, with what it remembers of each slot's request.
 
-    def admit(self, slot: int, prompt: Sequence[int], capacity: int) -> None:
-        """A request enters the slot; its text will never be longer than ``capacity``."""
+    Attributes:
+        silent: it never drafts.
+        max_len: texts longer than this get no drafts; None: no limit.
+        version: increases when a tensor that :meth:`propose` reads or writes is replaced.
+        seen: int32 ``[slots]``, how much of each text the session has processed; a request of which more than two
+            tokens are missing gets no drafts until :meth:`extend` has made up for it. None: it needs no preparation.
+        adapter: of a second model, if there is one.
+        key: what the shapes of :meth:`propose` depend on besides the round's; part of the key of a captured step.
+    """
+
+    silent: bool = False
+
+    max_len: int | None = None
+    version: int = 0
+    seen: torch.Tensor | None = None
+    adapter: ModelAdapter | None = None
+    key: Hashable = ()
 
     @abstractmethod
     def propose(self, round_: Round) -> Drafts:
         """Draft up to ``limits[b]`` tokens for each request; fewer, or none, is fine."""
 
-    def judge(self, slot: int, drafted: int, accepted: int) -> None:
-        """How the slot's drafts fared."""
+    def reserve(self, slot: int, tokens: int) -> None:
+        """The slot's text, drafts included, will not be longer than this before the next call."""
+
+    def extend(self, slot: int, text: torch.Tensor, start: int, stop: int) -> None:
+        """Process the tokens ``start .. stop-1`` of the slot's text int64 ``[L]``, which are final."""
+
+    def move(self, src: int, dst: int) -> None:
+        """The request of slot src goes to the empty slot dst."""
 
     def release(self, slot: int) -> None:
-        """The slot's request has ended."""
+        """The slot's request has gone."""
+
+    def swap_out(self, slot: int, tokens: int) -> Any:
+        """Release the slot, of whose text ``tokens`` tokens were processed; returns what :meth:`swap_in` needs."""
+        self.release(slot)
+        return None
+
+    def swap_in(self, slot: int, saved: Any) -> None:
+        """Bring a request back."""
+
+    def drafting(self, n: int) -> Callable[[], object] | None:
+        """A function that does the work of drafting one token for n requests, to be timed; None: it is free."""
+        return None
 
 
 class Drafter(ABC):
@@ -78,6 +122,6 @@ class Drafter(ABC):
         """
 
 
-def nothing(batch: int, device: torch.device) -> Drafts:
+def nothing(lens: torch.Tensor) -> Drafts:
     """No drafts for anyone."""
-    return Drafts(torch.empty(batch, 0, dtype=torch.int64, device=device), [0] * batch)
+    return Drafts(lens.new_empty(len(lens), 0, dtype=torch.int64), torch.zeros_like(lens))

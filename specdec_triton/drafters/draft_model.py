@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specdec_triton import ops
 from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, nothing
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
 
 _MAX_PADDING = 1024  # columns by which the logits of two models with one tokenizer may differ
-_CATCH_UP = 8  # more unseen tokens than this are prefilled request by request
 _CHUNK = 512
+_MEASURED = 256  # tokens of context while costs are measured
+_FIRST = 2  # tokens of a round's first pass: the text's last, and the last draft if all were accepted
 
 
 class DraftModel(Drafter):
@@ -46,146 +44,135 @@ class DraftModel(Drafter):
                 f"the draft model has another vocabulary: {adapter.vocab_size} ids, the target has"
                 f" {target.vocab_size}; draft and target must share a tokenizer"
             )
-        return _Session(adapter, target.vocab_size, slots, page_size, backend)
+        adapter.fixed_shapes = target.fixed_shapes
+        return _Session(adapter, target.vocab_size, slots, page_size)
 
 
 class _Session(DraftSession):
-    """The draft model with its own cache. ``_cached[slot]`` tokens of the text lie in it.
+    """The draft model with its own cache; ``seen`` tokens of each text lie in it.
 
     A round leaves the keys of the last text token and of all drafts but the last in the cache. Those of rejected drafts
     are dropped by lowering the count; after full acceptance one key is missing, and the next round's first pass feeds
-    that token too.
+    that token too, so that its shape never changes.
     """
 
-    def __init__(self, adapter: ModelAdapter, vocab_size: int, slots: int, page_size: int, backend: str | None) -> None:
-        self._adapter = adapter
-        self._vocab_size = vocab_size
-        self._backend = backend
-        self._cache = adapter.new_cache(slots=slots, page_size=page_size, num_pages=0, growable=True)
-        self._cached = [0] * slots
-        self._max_len = adapter.max_len
-        self._outgrown = False
+    adapter: ModelAdapter
+    seen: torch.Tensor
 
-    def admit(self, slot: int, prompt: Sequence[int], capacity: int) -> None:
-        self._cache.reserve(slot, capacity if self._max_len is None else min(capacity, self._max_len))
-        self._cached[slot] = 0
+    def __init__(self, adapter: ModelAdapter, vocab_size: int, slots: int, page_size: int) -> None:
+        self.adapter = adapter
+        self._vocab_size = vocab_size
+        self._cache = adapter.new_cache(slots=slots, page_size=page_size, num_pages=0, growable=True)
+        self._reserved = [0] * slots
+        self.max_len = adapter.max_len
+        with torch.inference_mode(False):
+            self.seen = torch.zeros(slots, dtype=torch.int32, device=adapter.device)
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return self._cache.version
+
+    @property
+    def key(self) -> Hashable:  # type: ignore[override]
+        return self._columns()
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        tokens = tokens if self.max_len is None else min(tokens, self.max_len)
+        self._cache.reserve(slot, tokens)
+        self._reserved[slot] = max(tokens, self._reserved[slot])
+
+    def move(self, src: int, dst: int) -> None:
+        self._cache.move(src, dst)
+        self.seen[dst] = self.seen[src]
+        self._reserved[dst] = self._reserved[src]
+        self._forget(src)
 
     def release(self, slot: int) -> None:
         self._cache.release(slot)
-        self._cached[slot] = 0
+        self._forget(slot)
+
+    def swap_out(self, slot: int, tokens: int) -> Any:
+        saved = tokens, self._cache.swap_out(slot, tokens)
+        self._forget(slot)
+        return saved
+
+    def swap_in(self, slot: int, saved: Any) -> None:
+        tokens, pages = saved
+        self._cache.swap_in(slot, pages)
+        self._reserved[slot] = tokens
+        self.seen[slot] = tokens
+
+    def _forget(self, slot: int) -> None:
+        self.seen[slot] = 0
+        self._reserved[slot] = 0
+
+    def extend(self, slot: int, text: torch.Tensor, start: int, stop: int) -> None:
+        stop = stop if self.max_len is None else min(stop, self.max_len)
+        table = self._table(slice(slot, slot + 1))
+        while start < stop:
+            end = min(start + _CHUNK, stop)
+            context = torch.full((1,), start, dtype=torch.int32, device=text.device)
+            chunk = text[None, start:end].clamp(max=self.adapter.vocab_size - 1)
+            self.adapter.forward(chunk, self._cache, table, context, last_only=True)
+            start = end
+        self.seen[slot] = stop
 
     def propose(self, round_: Round) -> Drafts:
-        limits = [self._limit(n, k) for n, k in zip(round_.lens, round_.limits, strict=True)]
-        k, device = max(limits), round_.texts.device
+        n = len(round_.lens)
+        seen = self.seen[:n]
+        start = torch.minimum(seen, round_.lens - 1).clamp(min=0)  # without the keys of rejected drafts
+        missing = round_.lens - start
+        limits = torch.where(missing <= _FIRST, round_.limits, 0)
+        if self.max_len is not None:
+            limits = torch.minimum(limits, self.max_len - round_.lens).clamp(min=0)
+        k = min(round_.k, int(limits.max())) if round_.reads else round_.k
         if k == 0:
-            return nothing(len(limits), device)
-        active = [b for b, limit in enumerate(limits) if limit > 0]
-        slots = [round_.slots[b] for b in active]
-        rows = torch.tensor(active, device=device)
-        texts, params = round_.texts[rows], _take(round_.params, rows)
-        texts = texts.clamp(max=self._adapter.vocab_size - 1)  # ids that only the target has
-        table = self._cache.block_table[torch.tensor(slots, device=device)]
+            return nothing(round_.lens)
+        table = self._table(slice(n))
 
-        logits = self._first_pass(texts, [round_.lens[b] for b in active], slots, table)
+        going = limits > 0
+        width = int(torch.where(going, missing, 1).max()) if round_.reads else _FIRST
+        columns = start.long()[:, None] + torch.arange(width, device=start.device)
+        columns = columns.clamp(max=round_.texts.shape[1] - 1)
+        new = round_.texts.gather(1, columns).clamp(max=self.adapter.vocab_size - 1)  # ids that only the target has
+        fed = torch.where(going, missing.clamp(max=width), 0)
+        logits = self.adapter.forward(new, self._cache, table, start, fed, last_only=True)[:, 0]
+        seen.copy_(torch.where(going, start + fed, seen))
+
         tokens, all_logits, all_lse = [], [], []
-        finite = torch.ones(len(active), dtype=torch.bool, device=device)
-        lens = [0] * len(active)
+        lens, finite = torch.zeros_like(limits), going
         for j in range(k):
-            if logits.shape[-1] > self._vocab_size:
-                logits = logits[:, : self._vocab_size]
-            drawn, lse = self._draw(logits, params, j, round_.method)
+            logits = logits[:, : self._vocab_size]
+            drawn, lse = round_.draw(logits, j)
             finite = finite & lse.isfinite()
-            lens = [
-                n + 1 if good and j < limits[b] else n for n, good, b in zip(lens, finite.tolist(), active, strict=True)
-            ]
+            lens += finite & (j < limits)
             tokens.append(drawn)
             all_logits.append(logits)
             all_lse.append(lse)
             if j + 1 < k:
-                context = torch.tensor([self._cached[s] for s in slots], dtype=torch.int32, device=device)
-                going = [int(j + 1 < limits[b]) for b in active]
-                logits = self._adapter.forward(drawn[:, None], self._cache, table, context, going)[:, 0]
-                for slot, n in zip(slots, going, strict=True):
-                    self._cached[slot] += n
-        if not bool(finite.all()):
-            warnings.warn("the draft model's logits hold NaN or infinity; those drafts are dropped", stacklevel=2)
-        return self._spread(round_, active, torch.stack(tokens, 1), lens, all_logits, all_lse)
+                going = (limits > j + 1).int()
+                logits = self.adapter.forward(drawn[:, None], self._cache, table, seen, going)[:, 0]
+                seen += going
+        drafts = Drafts(torch.stack(tokens, 1), lens, failed=lens < limits)
+        if round_.needs_logits:
+            # Columns that the draft model lacks have probability zero.
+            missing_columns = self._vocab_size - all_logits[0].shape[-1]
+            q = torch.stack(all_logits, 1)
+            drafts.logits = torch.nn.functional.pad(q, (0, missing_columns), value=float("-inf"))
+            drafts.lse = torch.stack(all_lse, 1)
+        return drafts
 
-    def _limit(self, length: int, limit: int) -> int:
-        """Drafts that still fit the draft model's own context."""
-        if self._max_len is None or length + limit <= self._max_len:
-            return limit
-        if not self._outgrown:
-            self._outgrown = True
-            warnings.warn(
-                f"a text has outgrown the draft model's context of {self._max_len} tokens; it goes on without drafts",
-                stacklevel=2,
-            )
-        return max(self._max_len - length, 0)
+    def drafting(self, n: int) -> Callable[[], object] | None:
+        pages = self.adapter.new_cache(slots=n, page_size=self._cache.page_size, num_pages=0, growable=True)
+        context = min(_MEASURED, (self.max_len or _MEASURED) - 1)
+        for slot in range(n):
+            pages.reserve(slot, context + 1)
+        lens = torch.full((n,), context, dtype=torch.int32, device=self.adapter.device)
+        tokens = torch.zeros(n, 1, dtype=torch.int64, device=self.adapter.device)
+        return lambda: self.adapter.forward(tokens, pages, pages.block_table, lens)
 
-    def _first_pass(
-        self, texts: torch.Tensor, lens: Sequence[int], slots: Sequence[int], table: torch.Tensor
-    ) -> torch.Tensor:
-        """Feed what the cache lacks of each text; logits ``[B,V]`` after its last token."""
-        device = texts.device
-        for b, (slot, length) in enumerate(zip(slots, lens, strict=True)):
-            self._cached[slot] = min(self._cached[slot], length - 1)  # keys of rejected drafts
-            while length - self._cached[slot] > _CATCH_UP:
-                start = self._cached[slot]
-                stop = min(start + _CHUNK, length - 1)
-                context = torch.tensor([start], dtype=torch.int32, device=device)
-                chunk = texts[b : b + 1, start:stop]
-                self._adapter.forward(chunk, self._cache, table[b : b + 1], context, last_only=True)
-                self._cached[slot] = stop
-        starts = [self._cached[slot] for slot in slots]
-        missing = [length - start for length, start in zip(lens, starts, strict=True)]
-        columns = torch.tensor(starts, device=device)[:, None] + torch.arange(max(missing), device=device)
-        new = texts.gather(1, columns.clamp(max=texts.shape[1] - 1))
-        context = torch.tensor(starts, dtype=torch.int32, device=device)
-        logits = self._adapter.forward(new, self._cache, table, context, missing, last_only=True)[:, 0]
-        for slot, length in zip(slots, lens, strict=True):
-            self._cached[slot] = length
-        return logits
+    def _table(self, rows: slice) -> torch.Tensor:
+        return self._cache.block_table[rows, : self._columns()]
 
-    def _draw(
-        self, logits: torch.Tensor, params: ops.SamplingBatch, j: int, method: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if method == "coupled":  # the noise of the position, which the target will use as well
-            at = replace(params, position=params.position + j)
-            drawn = ops.sample(logits, params=at, return_lse=True, backend=self._backend)
-        else:
-            drawn = ops.sample(logits, params=params, return_lse=True, node=j, backend=self._backend)
-        return drawn  # type: ignore[return-value]
-
-    def _spread(
-        self,
-        round_: Round,
-        active: Sequence[int],
-        tokens: torch.Tensor,
-        lens: Sequence[int],
-        logits: Sequence[torch.Tensor],
-        lse: Sequence[torch.Tensor],
-    ) -> Drafts:
-        """Back from the rows that drafted to all rows of the round."""
-        batch, k = len(round_.slots), max(lens)
-        all_lens = [0] * batch
-        for b, n in zip(active, lens, strict=True):
-            all_lens[b] = n
-        rows = torch.tensor(active, device=tokens.device)
-        out = tokens.new_full((batch, k), ops.PAD)
-        out[rows] = tokens[:, :k]
-        if round_.method not in ("rejection", "block") or k == 0:  # the others ask for no probabilities
-            return Drafts(out, all_lens)
-        width = logits[0].shape[-1]
-        # Columns that the draft model lacks have probability zero.
-        q = logits[0].new_full((batch, k, self._vocab_size), float("-inf"))
-        q[rows, :, :width] = torch.stack(list(logits[:k]), 1)
-        q_lse = lse[0].new_zeros(batch, k)
-        q_lse[rows] = torch.stack(list(lse[:k]), 1)
-        return Drafts(out, all_lens, q, q_lse)
-
-
-def _take(params: ops.SamplingBatch, rows: torch.Tensor) -> ops.SamplingBatch:
-    fields = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position)
-    temperature, top_k, top_p, min_p, seed, position = (x[rows] for x in fields)
-    return ops.SamplingBatch(temperature, top_k, top_p, min_p, seed, position, params.has_filters)
+    def _columns(self) -> int:
+        return self._cache.columns(max(self._reserved))

@@ -1,0 +1,283 @@
+"""One round on the device: draft, verify, accept, commit.
+
+Everything is a tensor: lengths, limits, stop tokens, what was emitted and why a request ended. On a device no value is read
+back and no branch depends on one, so a round can be captured in a graph and enqueued before the one before it has been
+read. The host learns of it from the *report*, one row a request, which is copied out behind the round. Where reading is
+free (on a CPU) the same code narrows its shapes to what the values ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specdec_triton import ops
+from specdec_triton._checks import check_tensor, require
+from specdec_triton.adapter import ModelAdapter
+from specdec_triton.drafters import Drafts, DraftSession, Round
+from specdec_triton.engine.controller import Controller
+from specdec_triton.engine.costs import CostModel
+from specdec_triton.engine.phases import Phases
+from specdec_triton.engine.slots import ERROR, LENGTH, RUNNING, STOP, Slots
+from specdec_triton.kv_cache import KVCache
+from specdec_triton.sampling import MAX_DRAFT_TOKENS
+
+BY_PROBABILITY = ("rejection", "block")  # methods that judge a draft by the probability it was drawn with
+COLUMNS = ("count", "drafted", "accepted", "reason", "wanted", "seen", "failed")  # of a report, before its tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a round's shapes depend on: the key of a captured graph.
+
+    Attributes:
+        rows: the slots 0 .. rows-1 take part.
+        k: the most drafts, K. limit: the most that a request may ever ask for.
+        columns: of the block table. width: of the texts.
+        methods: the accept/reject methods of the requests. has_filters: whether any uses top-k, top-p or min-p.
+        exact: whether row counts must be invariant.
+        adaptive: whether the controller is asked.
+    """
+
+    rows: int
+    k: int
+    limit: int
+    columns: int
+    width: int
+    methods: tuple[str, ...]
+    has_filters: bool
+    exact: bool
+    adaptive: bool
+
+
+Process = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Rounds:
+    """Runs rounds over the slots.
+
+    Args:
+        pad: ``rows -> rows`` to which exact passes are padded (None: not at all).
+    """
+
+    def __init__(
+        self,
+        target: ModelAdapter,
+        session: DraftSession,
+        cache: KVCache,
+        slots: Slots,
+        controller: Controller,
+        costs: CostModel,
+        pad: Callable[[int], int | None],
+        backend: str | None,
+        phases: Phases,
+    ) -> None:
+        self._target = target
+        self._session = session
+        self._cache = cache
+        self._slots = slots
+        self._controller = controller
+        self.costs = costs
+        self._pad = pad
+        self._backend = backend
+        self._phases = phases
+        self._reads = not target.fixed_shapes
+        columns = len(COLUMNS) + MAX_DRAFT_TOKENS + 1
+        with torch.inference_mode(False):
+            self._report = torch.zeros(len(slots.lens), columns, dtype=torch.int64, device=target.device)
+
+    def report(self, rows: slice, k: int) -> torch.Tensor:
+        """What the last round of these slots did: int64 ``[rows, len(COLUMNS) + K+1]``; -1 past a row's tokens."""
+        return self._report[rows, : len(COLUMNS) + k + 1]
+
+    @torch.inference_mode()
+    def run(self, shape: Shape, process: Process | None = None) -> None:
+        """A round.
+
+        Args:
+            process: ``(tokens [n,K], lens [n], logits [n,K+1,V]) -> logits`` applies the requests' own logits processors.
+        """
+        rows = slice(shape.rows)
+        lens = torch.where(self._slots.live[rows], self._slots.lens[rows], 0)
+        wanted, drafts = self._draft(shape, lens)
+        logits = self._verify(shape, lens, drafts)
+        if process is not None:
+            logits = process(drafts.tokens, drafts.lens, logits)
+        drafted, accepted = self._accept(rows, shape, drafts, logits, wanted)
+        if shape.adaptive:
+            self._controller.update(shape.rows, drafted, accepted)
+
+    @torch.inference_mode()
+    def first_token(self, slot: int, shape: Shape, logits: torch.Tensor, process: Process | None = None) -> None:
+        """The token after a prompt, from its last row of logits ``[1,1,V]``; the slot is live from now on."""
+        rows = slice(slot, slot + 1)
+        self._slots.live[rows] = True
+        lens = torch.zeros_like(self._slots.lens[rows])
+        drafts = Drafts(lens.new_empty(1, 0, dtype=torch.int64), lens)
+        if process is not None:
+            logits = process(drafts.tokens, drafts.lens, logits)
+        self._accept(rows, shape, drafts, logits, self._slots.limits[rows])
+
+    # Draft.
+
+    def _draft(self, shape: Shape, lens: torch.Tensor) -> tuple[torch.Tensor, Drafts]:
+        """How many drafts each request would like, and the drafts. lens: int32 ``[n]``, 0 for a slot at rest."""
+        s, n = self._slots, shape.rows
+        room = torch.where(lens > 0, s.ends[:n] - lens - 1, 0)
+        wanted = limits = torch.minimum(s.limits[:n], room)
+        if shape.adaptive:
+            wanted = self._controller.plan(n, limits, s.fixed[:n], self.costs.curve(n), shape.limit, lens > 0)
+        limits = wanted.clamp(max=shape.k)
+        k = min(shape.k, int(limits.max())) if self._reads else shape.k
+        params = s.params(slice(n), shape.has_filters)
+        round_ = Round(
+            k=k,
+            texts=s.texts[:n, : shape.width],
+            lens=lens,
+            limits=limits,
+            params=params,
+            draw=self._drawing(shape, params),
+            needs_logits=any(method in BY_PROBABILITY for method in shape.methods),
+            reads=self._reads,
+        )
+        with self._phases("draft"):
+            drafts = self._session.propose(round_)
+        self._check(drafts, n, k)
+        # An id outside the vocabulary ends a draft: it and what follows are not verified, accepted or counted.
+        foreign = (drafts.tokens < 0) | (drafts.tokens >= self._target.vocab_size)
+        place = torch.arange(drafts.tokens.shape[1], device=limits.device, dtype=torch.int32)
+        usable = torch.where(foreign, place, drafts.tokens.shape[1]).amin(1) if len(place) else torch.zeros_like(limits)
+        drafts.lens = torch.minimum(torch.minimum(drafts.lens, limits), usable).clamp(min=0).int()
+        return wanted, self._narrowed(drafts)
+
+    def _narrowed(self, drafts: Drafts) -> Drafts:
+        """Without the columns that nobody drafted."""
+        if not self._reads or drafts.tokens.shape[1] == (k := int(drafts.lens.max())):
+            return drafts
+        drafts.tokens = drafts.tokens[:, :k]
+        drafts.logits = None if drafts.logits is None else drafts.logits[:, :k]
+        drafts.lse = None if drafts.lse is None else drafts.lse[:, :k]
+        return drafts
+
+    def _check(self, drafts: Drafts, n: int, k: int) -> None:
+        """Raises ValueError, naming the session's module, for what is not as :class:`Drafts` promises."""
+        name = f"{type(self._session).__module__.rsplit('.', 1)[-1]}'s drafts"
+        require(isinstance(drafts, Drafts), name, "Drafts", type(drafts).__name__)
+        check_tensor(f"{name}.tokens", drafts.tokens, (n, None), self._slots.lens)
+        check_tensor(f"{name}.lens", drafts.lens, (n,), self._slots.lens)
+        given = drafts.tokens.shape[1]
+        require(given <= k, f"{name}.tokens", f"at most {k} columns", given)
+        require(drafts.tokens.dtype == torch.int64, f"{name}.tokens", "int64", drafts.tokens.dtype)
+        require(drafts.lens.dtype == torch.int32, f"{name}.lens", "int32", drafts.lens.dtype)
+        if self._reads and n:
+            low, high = (int(x) for x in drafts.lens.aminmax())
+            require(low >= 0 and high <= given, f"{name}.lens", f"from 0 to {given}", [low, high])
+
+    def _drawing(
+        self, shape: Shape, params: ops.SamplingBatch
+    ) -> Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]:
+        """Draws a draft with the noise of each request's method."""
+
+        def one(method: str, logits: torch.Tensor, j: int) -> Any:
+            # Coupled drafts have the noise of their position, which the target will use as well.
+            at, node = (params.after(j), None) if method == "coupled" else (params, j)
+            return ops.sample(logits, params=at, return_lse=True, node=node, backend=self._backend)
+
+        def draw(logits: torch.Tensor, j: int) -> tuple[torch.Tensor, torch.Tensor]:
+            tokens, lse = one(shape.methods[0], logits, j)
+            for method in shape.methods[1:]:
+                others, lse = one(method, logits, j)
+                tokens = torch.where(self._judged_by(method, slice(shape.rows)), others, tokens)
+            return tokens, lse
+
+        return draw
+
+    # Verify.
+
+    def _verify(self, shape: Shape, lens: torch.Tensor, drafts: Drafts) -> torch.Tensor:
+        """Score every draft and the place after it in one pass: logits ``[n,K+1,V]``."""
+        s, n = self._slots, shape.rows
+        context = (lens - 1).clamp(min=0)
+        last = s.texts[:n, : shape.width].gather(1, context.long()[:, None])
+        tokens = torch.cat([last, drafts.tokens], 1).clamp(0, self._target.vocab_size - 1)
+        queries = torch.where(lens > 0, drafts.lens + 1, 0)
+        count = int(queries.sum()) if self._reads else tokens.numel()
+        table = self._cache.block_table[:n, : shape.columns]
+        padded = self._pad(count) if shape.exact else None
+        with self._phases("verify"):
+            return self._target.forward(tokens, self._cache, table, context, queries, rows=padded)
+
+    # Accept and commit.
+
+    def _accept(
+        self, rows: slice, shape: Shape, drafts: Drafts, logits: torch.Tensor, wanted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the right prefix of each draft and the token that the target adds; drafts scored and kept, ``[n]`` each."""
+        params = self._slots.params(rows, shape.has_filters)
+        result = self._judge(shape.methods[0], drafts, logits, params)
+        for method in shape.methods[1:]:
+            other, mine = self._judge(method, drafts, logits, params), self._judged_by(method, rows)
+            result = ops.AcceptResult(
+                torch.where(mine[:, None], other.tokens, result.tokens),
+                torch.where(mine, other.num_accepted, result.num_accepted),
+                torch.where(mine, other.status, result.status),
+            )
+        return self._commit(rows, drafts, result, wanted)
+
+    def _judge(self, method: str, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch) -> ops.AcceptResult:
+        by_probability = method in BY_PROBABILITY
+        with self._phases("accept"):
+            return ops.accept_reject(
+                drafts.tokens,
+                logits,
+                drafts.logits if by_probability else None,
+                draft_lse=drafts.lse if by_probability else None,
+                draft_lens=drafts.lens,
+                params=params,
+                method=method,
+                backend=self._backend,
+            )
+
+    def _judged_by(self, method: str, rows: slice) -> torch.Tensor:
+        """Which of the rows' requests this method judges, bool ``[n]``."""
+        return self._slots.methods[rows] == ops.METHODS.index(method)
+
+    def _commit(
+        self, rows: slice, drafts: Drafts, result: ops.AcceptResult, wanted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append what was accepted up to a stop token or the text's end, and report."""
+        s = self._slots
+        tokens, accepted, status = result
+        live, lens = s.live[rows], s.lens[rows]
+        step = torch.arange(tokens.shape[1], device=tokens.device)
+        failed = live & (status != 0)
+        room = s.ends[rows] - lens
+        stops = (tokens[:, :, None] == s.stop_ids[rows][:, None]).any(-1) & (step <= accepted[:, None])
+        first_stop = torch.where(stops, step, tokens.shape[1]).amin(1)
+        count = torch.minimum(torch.minimum(accepted + 1, room), first_stop + 1)
+        count = torch.where(live & ~failed, count, 0).int()
+        reason = torch.where(count >= room, LENGTH, RUNNING)
+        reason = torch.where(failed, ERROR, torch.where(first_stop < count, STOP, reason))
+        reason = torch.where(live, reason, RUNNING)
+        # Cut inside the accepted drafts: what follows was never part of the text.
+        cut = count <= accepted
+        drafted = torch.where(cut, count, drafts.lens)
+        accepted = torch.where(cut, count, accepted)
+
+        place = lens.long()[:, None] + step
+        kept = step < count[:, None]
+        texts = s.texts[rows]
+        texts.scatter_(1, place, torch.where(kept, tokens, texts.gather(1, place)))
+        lens += count
+        live &= reason == RUNNING
+
+        unseen = torch.zeros_like(count)
+        seen = unseen if self._session.seen is None else self._session.seen[rows]
+        broken = unseen if drafts.failed is None else drafts.failed
+        facts = torch.stack([x.long() for x in (count, drafted, accepted, reason, wanted, seen, broken)], 1)
+        emitted = torch.where(kept, tokens, ops.PAD)
+        self.report(rows, tokens.shape[1] - 1).copy_(torch.cat([facts, emitted], 1))
+        return drafted, accepted

@@ -1,0 +1,136 @@
+"""Which request is where: those that wait, those that hold a slot and pages, and who must make room.
+
+Requests are served in the order in which they came. One prompt is processed at a time, in chunks; while it is, the others
+decode. Pages are reserved as a text grows. When they run out, the newest request is preempted: its keys and values go to
+host memory and come back bit for bit, so its text does not depend on it. The oldest is never preempted and its pages always
+suffice (a request that the pool cannot hold is refused when it is submitted), so work always goes on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from specdec_triton.drafters import DraftSession
+from specdec_triton.engine.controller import Controller
+from specdec_triton.engine.request import RequestHandle
+from specdec_triton.engine.slots import Slots
+from specdec_triton.kv_cache import KVCache
+
+PREFILL_CHUNK = 256  # prompts are processed in chunks that begin at multiples of this
+HEADROOM = 1024  # a pool that grows reserves this many tokens ahead, lest it grow often
+
+
+class Scheduler:
+    """The requests of one decoder, and what they hold.
+
+    Attributes:
+        waiting: requests without a slot, the next one first. running: by slot.
+        chunk: tokens of a prompt that are processed at once.
+    """
+
+    def __init__(
+        self, cache: KVCache, slots: Slots, session: DraftSession, controller: Controller, max_batch_size: int
+    ) -> None:
+        self.chunk = PREFILL_CHUNK
+        self.waiting: deque[RequestHandle] = deque()
+        self.running: list[RequestHandle] = []
+        self._cache = cache
+        self._slots = slots
+        self._session = session
+        self._controller = controller
+        self._max_batch_size = max_batch_size
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def decoding(self) -> list[RequestHandle]:
+        return [handle for handle in self.running if handle.decoding]
+
+    def prefilling(self) -> RequestHandle | None:
+        """The request whose prompt is being processed; the next one that waits, if there is room for it."""
+        current = next((handle for handle in self.running if not handle.decoding), None)
+        while current is None and self.waiting and len(self.running) < self._max_batch_size:
+            if not self._enter(self.waiting[0]):
+                break
+            handle = self.waiting.popleft()
+            current = None if handle.decoding else handle
+        return current
+
+    def _enter(self, handle: RequestHandle) -> bool:
+        """Give the request a slot and pages, if there are any."""
+        slot = len(self.running)
+        adopted = 0
+        if handle.saved is None:
+            adopted = self._cache.adopt(slot, handle.prompt, self.chunk)
+        wanted = min(len(handle) + handle.limit + 1, handle.max_total)
+        # A page for each of the others: else the newcomer would be the one to go in the next round.
+        if not self._cache.can_reserve(slot, wanted, spare=len(self.running)):
+            self._cache.release(slot)
+            return False
+        self.running.append(handle)
+        handle.slot = slot
+        handle.start()
+        self._slots.enter(slot, handle)
+        self._controller.reset(slot)
+        if handle.saved is not None:
+            pages, of_drafter = handle.saved
+            handle.saved = None
+            self._cache.swap_in(slot, pages)
+            if handle.limit:
+                self._session.swap_in(slot, of_drafter)
+            self._slots.live[slot] = handle.decoding
+        else:
+            handle.prefilled = handle.stats.shared_tokens = adopted
+        self.reserve(handle, min(wanted + HEADROOM, handle.max_total) if self._cache.growable else wanted)
+        return True
+
+    def reserve(self, handle: RequestHandle, tokens: int) -> None:
+        assert handle.slot is not None
+        self._cache.reserve(handle.slot, tokens)
+        if handle.limit:
+            self._session.reserve(handle.slot, tokens)
+
+    def can_reserve(self, handle: RequestHandle, tokens: int) -> bool:
+        assert handle.slot is not None
+        return self._cache.can_reserve(handle.slot, tokens)
+
+    def newest(self) -> RequestHandle:
+        return max(self.running, key=lambda handle: handle.arrival)
+
+    def preempt(self, handle: RequestHandle) -> None:
+        """Take the request's slot and pages; it waits before all others, and comes back with what it had."""
+        assert handle.slot is not None
+        assert handle.in_flight == 0
+        keys = len(handle) - 1 if handle.decoding else handle.prefilled
+        of_drafter = self._session.swap_out(handle.slot, min(handle.seen, keys)) if handle.limit else None
+        handle.seen = min(handle.seen, keys)
+        handle.saved = self._cache.swap_out(handle.slot, keys), of_drafter
+        handle.stats.preemptions += 1
+        self._vacate(handle)
+        self.waiting.appendleft(handle)
+
+    def remove(self, handle: RequestHandle) -> None:
+        """Forget the request and free what it holds."""
+        handle.saved = None
+        if handle.slot is None:
+            if handle in self.waiting:
+                self.waiting.remove(handle)
+            return
+        self._cache.release(handle.slot)
+        self._session.release(handle.slot)
+        self._vacate(handle)
+
+    def _vacate(self, handle: RequestHandle) -> None:
+        """The last request moves into the slot."""
+        slot = handle.slot
+        assert slot is not None
+        handle.slot = None
+        last = self.running.pop()
+        if last is handle:
+            self._slots.leave(slot)
+            return
+        for part in (self._cache, self._session, self._slots, self._controller):
+            part.move(len(self.running), slot)
+        self.running[slot] = last
+        last.slot = slot
