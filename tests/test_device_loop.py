@@ -189,6 +189,7 @@ def test_a_captured_round_reads_the_decoders_own_buffers():
     loop = decoder._loop
     known = [*device_like().model.parameters(), *device_like().model.buffers(), loop.cache.block_table]
     known += [loop._slots.texts, loop._slots.stop_ids, *loop._slots._columns, loop._rounds._report]
+    known += [loop._rounds._steps, loop._rounds._zeros]
     known += [pool for i in range(2) for pool in loop.cache.layer(i)]
     known += [x for x in vars(loop._rounds._controller).values() if isinstance(x, torch.Tensor)]
     known += [x for n in (1, 2, 4, 8) for x in loop._rounds.costs.curve(n)[:2]]
@@ -234,3 +235,25 @@ def test_results_are_read_while_the_next_round_runs():
     assert [order[i][1] for i in reads] == list(range(len(reads)))
     for i in reads[:-2]:
         assert ("enqueued", order[i][1] + 1) in order[:i]
+
+
+def test_warmup_captures_what_will_be_replayed():
+    """Every batch size and K, on empty slots, which leaves no trace; afterwards nothing is captured any more."""
+    decoder = recorded(PromptLookup(), max_batch_size=6, max_seq_len=64, num_pages=60)
+    decoder.warmup()
+    graphs = decoder._loop._graphs
+    assert graphs.captured == 4  # 1, 2, 4 and 6 requests
+    outputs = decoder.generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=20))
+    for out, prompt in zip(outputs, PROMPTS, strict=True):
+        assert out.token_ids == plain_greedy(device_like().model, prompt, 20)
+    assert graphs.captured == 4
+    assert graphs.replays == decoder.stats.rounds
+
+
+def test_warmup_captures_every_k_that_the_controller_may_choose(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    decoder = recorded(PromptLookup(), max_batch_size=2, max_seq_len=64, num_pages=26, adaptive=True)
+    decoder.warmup()
+    graphs = decoder._loop._graphs
+    decoder.generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=20))
+    assert graphs.replays == decoder.stats.rounds > 0

@@ -134,7 +134,8 @@ class _Session(DraftSession):
         width = int(torch.where(going, missing, 1).max()) if round_.reads else _FIRST
         columns = start.long()[:, None] + torch.arange(width, device=start.device)
         columns = columns.clamp(max=round_.texts.shape[1] - 1)
-        new = round_.texts.gather(1, columns).clamp(max=self.adapter.vocab_size - 1)  # ids that only the target has
+        # Ids that only the target has, and what lies past a text.
+        new = round_.texts.gather(1, columns).clamp(0, self.adapter.vocab_size - 1)
         fed = torch.where(going, missing.clamp(max=width), 0)
         logits = self.adapter.forward(new, self._cache, table, start, fed, last_only=True)[:, 0]
         seen.copy_(torch.where(going, start + fed, seen))

@@ -19,6 +19,7 @@ from specdec_triton.drafters import Drafter, NoDraft
 from specdec_triton.engine.admission import check_params, check_prompt, check_prompts, text_limit
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.loop import Loop
+from specdec_triton.engine.memory import MemoryEstimate, estimate
 from specdec_triton.engine.request import PATHLESS, GenerationOutput, RequestHandle
 from specdec_triton.engine.stats import DecoderStats
 from specdec_triton.errors import OutOfPagesError
@@ -85,6 +86,7 @@ class SpeculativeDecoder:
         self.num_draft_tokens = num_draft_tokens
         self.method = method
         self._adaptive = adaptive
+        self._max_batch_size = max_batch_size
         self._target = target if isinstance(target, ModelAdapter) else ModelAdapter(target, backend=backend)
         limits = [n for n in (max_seq_len, self._target.max_len) if n is not None]
         self.max_seq_len = min(limits, default=None)
@@ -263,16 +265,29 @@ class SpeculativeDecoder:
 
     # Preparation.
 
+    def memory_estimate(self) -> MemoryEstimate:
+        """What the decoder holds at its fullest: weights of both models, pages, logits."""
+        return estimate(
+            self._target,
+            self._loop.session.adapter,
+            slots=self._max_batch_size,
+            k=self.num_draft_tokens,
+            page_size=self._loop.cache.page_size,
+            num_pages=None if self._loop.cache.growable else self.num_pages,
+            max_tokens=self.max_seq_len,
+        )
+
     def warmup(self) -> None:
         """Do ahead of the first request what it would wait for.
 
-        Row counts of exact passes are tested, the costs of passes measured if this machine has not yet (a few seconds), and
-        on a GPU the rounds of all batch sizes are captured.
+        The costs of passes are measured if this machine has not yet (a few seconds). On a CPU the row counts of exact passes are
+        tested; on a GPU greedy rounds of all batch sizes and K are run and captured, if ``max_seq_len`` was given
+        (``num_pages`` too: a pool that grows afterwards takes its place).
         """
         with self._turn():
-            self._loop.warmup()
             if self._drafts_adaptively:
                 self._loop.measure(again=False)
+            self._loop.warmup(adaptive=self._adaptive)
 
     def tune(self) -> CostModel:
         """Measure what passes cost on this machine, and keep it in the cache folder for later decoders of these models.

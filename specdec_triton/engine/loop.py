@@ -10,7 +10,7 @@ import copy
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class Loop:
         self._target = target
         self._exact = exact
         self._backend = backend
+        self._width = width
         self._max_batch_size = max_batch_size
         self._num_draft_tokens = num_draft_tokens
         self.cache = target.new_cache(
@@ -213,27 +214,39 @@ class Loop:
     def _most_drafts(self) -> int:
         """K of the next round. Where values may be read the round itself finds out what is wanted."""
         decoding = self.scheduler.decoding()
-        if self._target.fixed_shapes:
-            return max((min(handle.wanted, handle.limit) for handle in decoding), default=0)
-        return max((handle.limit for handle in decoding), default=0)
+        adapts = self._target.fixed_shapes
+        return max((h.wanted if adapts and not h.fixed else h.limit for h in decoding), default=0)
 
     def _shape(self, handles: Sequence[RequestHandle], rows: int, k: int) -> Shape:
-        if self._target.fixed_shapes and rows > 1:  # captured for powers of two; the rows above are inert
-            rows = min(1 << (rows - 1).bit_length(), self._max_batch_size)
         sampled = sorted({handle.method for handle in handles} - {"greedy"}) or ["greedy"]
         longest = max(handle.longest for handle in handles)
-        columns = self.cache.columns(min(longest + k + 1, max(handle.max_total for handle in handles)))
+        columns = self._columns(min(longest + k + 1, max(handle.max_total for handle in handles)))
         return Shape(
-            rows=rows,
+            rows=self._bucket(rows),
             k=k,
             limit=max(handle.limit for handle in handles),
             columns=columns,
-            width=min(columns * self.cache.page_size, self._slots.texts.shape[1]),
+            width=self._text_width(columns),
             methods=tuple(sampled),
             has_filters=any(handle.params.has_filters for handle in handles),
             exact=self._exact is not False and (bool(self._exact) or any(h.method not in PATHLESS for h in handles)),
             adaptive=any(handle.limit and not handle.fixed for handle in handles),
         )
+
+    def _bucket(self, rows: int) -> int:
+        """Rows of a round of ``rows`` requests; rounds are captured for powers of two, the rows above are inert."""
+        if not self._target.fixed_shapes:
+            return rows
+        return min(1 << (rows - 1).bit_length(), self._max_batch_size)
+
+    def _text_width(self, columns: int) -> int:
+        return min(columns * self.cache.page_size, self._slots.texts.shape[1])
+
+    def _columns(self, tokens: int) -> int:
+        """Columns of the block table for texts of up to ``tokens`` tokens."""
+        if self._target.fixed_shapes and self._width is not None:
+            return self.cache.block_table.shape[1]  # one shape, and one graph, for all lengths
+        return self.cache.columns(tokens)
 
     def _enqueue(self, shape: Shape) -> None:
         handles = self.scheduler.decoding()
@@ -241,13 +254,17 @@ class Loop:
         if process is not None:
             self._rounds.run(shape, process)
         else:
-            buffers = (self.cache.version, self._slots.version, self.session.version, self._rounds.costs)
-            if buffers != self._buffers:
-                self._buffers = buffers
-                self._graphs.invalidate()
-            self._graphs.run((shape, self.session.key), lambda: self._rounds.run(shape))
+            self._run(shape)
         self._report(handles, slice(shape.rows), shape.k)
         self._ended.rounds += 1
+
+    def _run(self, shape: Shape) -> None:
+        """A round, from its graph if there is one."""
+        buffers = (self.cache.version, self._slots.version, self.session.version, self._rounds.costs)
+        if buffers != self._buffers:
+            self._buffers = buffers
+            self._graphs.invalidate()
+        self._graphs.run((shape, self.session.key), lambda: self._rounds.run(shape))
 
     def _report(self, handles: Sequence[RequestHandle], rows: slice, k: int) -> None:
         """Send the rows' report on its way to the host."""
@@ -340,10 +357,28 @@ class Loop:
             self._warned.add(kind)
             warn(message)
 
-    def warmup(self) -> None:
-        """Test the row counts that rounds will have."""
-        for rows in range(1, min(self._max_batch_size * (self._num_draft_tokens + 1), _WARM_ROWS) + 1):
-            self.invariant(rows)
+    def warmup(self, *, adaptive: bool) -> None:
+        """Test the row counts that rounds will have; on a device run, and capture, greedy rounds of empty slots."""
+        k = 0 if self.session.silent else self._num_draft_tokens
+        if not self._target.fixed_shapes:
+            for rows in range(1, min(self._max_batch_size * (k + 1), _WARM_ROWS) + 1):
+                self.invariant(rows)
+        elif self._width is not None and not self.scheduler.busy:  # else the shapes are not known yet
+            columns = self._columns(self._width)
+            greedy = Shape(
+                rows=1,
+                k=0,
+                limit=k,
+                columns=columns,
+                width=self._text_width(columns),
+                methods=("greedy",),
+                has_filters=False,
+                exact=self._exact is not False,
+                adaptive=adaptive and k > 0,
+            )
+            for rows in {self._bucket(n) for n in range(1, self._max_batch_size + 1)}:
+                for drafts in range(k + 1) if adaptive else [k]:
+                    self._run(replace(greedy, rows=rows, k=drafts))
 
     def measure(self, *, again: bool) -> CostModel:
         """What passes cost here: from the cache folder what it holds, unless ``again``; the rest is timed and kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch.profiler import record_function
@@ -25,21 +25,30 @@ class Phases:
         self._cuda = device.type == "cuda"
         self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        if torch.autograd._profiler_enabled():
+            return self._shown(name)
+        return self._timed(name)
+
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        with record_function(f"specdec::{name}"):
-            if not self._cuda:
-                start = time.perf_counter()
-                yield
-                self.seconds[name] += time.perf_counter() - start
-            elif torch.cuda.is_current_stream_capturing():
-                yield
-            else:
-                events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                events[0].record()
-                yield
-                events[1].record()
-                self._pending.append((name, *events))
+    def _shown(self, name: str) -> Iterator[None]:
+        with record_function(f"specdec::{name}"), self._timed(name):
+            yield
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        if not self._cuda:
+            start = time.perf_counter()
+            yield
+            self.seconds[name] += time.perf_counter() - start
+        elif torch.cuda.is_current_stream_capturing():
+            yield
+        else:
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            yield
+            events[1].record()
+            self._pending.append((name, *events))
 
     def collect(self) -> None:
         """Add what the device has finished; does not wait."""

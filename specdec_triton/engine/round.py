@@ -88,9 +88,11 @@ class Rounds:
         columns = len(COLUMNS) + MAX_DRAFT_TOKENS + 1
         with torch.inference_mode(False):
             self._report = torch.zeros(len(slots.lens), columns, dtype=torch.int64, device=target.device)
+            self._steps = torch.arange(MAX_DRAFT_TOKENS + 1, dtype=torch.int32, device=target.device)
+            self._zeros = torch.zeros_like(slots.lens)
 
     def report(self, rows: slice, k: int) -> torch.Tensor:
-        """What the last round of these slots did: int64 ``[rows, len(COLUMNS) + K+1]``; -1 past a row's tokens."""
+        """What the last round of these slots did: int64 ``[rows, len(COLUMNS) + K+1]``."""
         return self._report[rows, : len(COLUMNS) + k + 1]
 
     @torch.inference_mode()
@@ -126,10 +128,11 @@ class Rounds:
     def _draft(self, shape: Shape, lens: torch.Tensor) -> tuple[torch.Tensor, Drafts]:
         """How many drafts each request would like, and the drafts. lens: int32 ``[n]``, 0 for a slot at rest."""
         s, n = self._slots, shape.rows
-        room = torch.where(lens > 0, s.ends[:n] - lens - 1, 0)
-        wanted = limits = torch.minimum(s.limits[:n], room)
+        if shape.limit == 0:
+            return self._zeros[:n], Drafts(lens.new_empty(n, 0, dtype=torch.int64), self._zeros[:n])
+        wanted = torch.minimum(s.limits[:n], s.ends[:n] - lens - 1) * s.live[:n]
         if shape.adaptive:
-            wanted = self._controller.plan(n, limits, s.fixed[:n], self.costs.curve(n), shape.limit, lens > 0)
+            wanted = self._controller.plan(n, wanted, s.fixed[:n], self.costs.curve(n), shape.limit, s.live[:n])
         limits = wanted.clamp(max=shape.k)
         k = min(shape.k, int(limits.max())) if self._reads else shape.k
         params = s.params(slice(n), shape.has_filters)
@@ -146,16 +149,20 @@ class Rounds:
         with self._phases("draft"):
             drafts = self._session.propose(round_)
         self._check(drafts, n, k)
-        # An id outside the vocabulary ends a draft: it and what follows are not verified, accepted or counted.
-        foreign = (drafts.tokens < 0) | (drafts.tokens >= self._target.vocab_size)
-        place = torch.arange(drafts.tokens.shape[1], device=limits.device, dtype=torch.int32)
-        usable = torch.where(foreign, place, drafts.tokens.shape[1]).amin(1) if len(place) else torch.zeros_like(limits)
-        drafts.lens = torch.minimum(torch.minimum(drafts.lens, limits), usable).clamp(min=0).int()
-        return wanted, self._narrowed(drafts)
+        return wanted, self._usable(drafts, limits)
 
-    def _narrowed(self, drafts: Drafts) -> Drafts:
-        """Without the columns that nobody drafted."""
-        if not self._reads or drafts.tokens.shape[1] == (k := int(drafts.lens.max())):
+    def _usable(self, drafts: Drafts, limits: torch.Tensor) -> Drafts:
+        """The drafts up to their limits, and without columns that nobody drafted.
+
+        An id outside the vocabulary ends a draft: it and what follows are not verified, accepted or counted.
+        """
+        width = drafts.tokens.shape[1]
+        if width == 0:
+            return drafts
+        foreign = (drafts.tokens < 0) | (drafts.tokens >= self._target.vocab_size)
+        first_foreign = torch.where(foreign, self._steps[:width], width).amin(1)
+        drafts.lens = torch.minimum(torch.minimum(drafts.lens, limits), first_foreign)
+        if not self._reads or width == (k := int(drafts.lens.max())):
             return drafts
         drafts.tokens = drafts.tokens[:, :k]
         drafts.logits = None if drafts.logits is None else drafts.logits[:, :k]
@@ -251,33 +258,27 @@ class Rounds:
         """Append what was accepted up to a stop token or the text's end, and report."""
         s = self._slots
         tokens, accepted, status = result
-        live, lens = s.live[rows], s.lens[rows]
-        step = torch.arange(tokens.shape[1], device=tokens.device)
+        width = tokens.shape[1]
+        live, lens, step = s.live[rows], s.lens[rows], self._steps[:width]
         failed = live & (status != 0)
         room = s.ends[rows] - lens
-        stops = (tokens[:, :, None] == s.stop_ids[rows][:, None]).any(-1) & (step <= accepted[:, None])
-        first_stop = torch.where(stops, step, tokens.shape[1]).amin(1)
-        count = torch.minimum(torch.minimum(accepted + 1, room), first_stop + 1)
-        count = torch.where(live & ~failed, count, 0).int()
-        reason = torch.where(count >= room, LENGTH, RUNNING)
-        reason = torch.where(failed, ERROR, torch.where(first_stop < count, STOP, reason))
-        reason = torch.where(live, reason, RUNNING)
+        # Padding past the accepted drafts equals that of the stop ids: then the first stop is behind the last token.
+        stops = (tokens[:, :, None] == s.stop_ids[rows][:, None]).any(2)
+        first_stop = torch.where(stops, step, width).amin(1)
+        count = torch.minimum(torch.minimum(accepted + 1, room), first_stop + 1) * (live & ~failed)
+        reason = torch.where(first_stop < count, STOP, (count >= room) * LENGTH) * live
+        reason = torch.where(failed, ERROR, reason)
         # Cut inside the accepted drafts: what follows was never part of the text.
-        cut = count <= accepted
-        drafted = torch.where(cut, count, drafts.lens)
-        accepted = torch.where(cut, count, accepted)
+        drafted = torch.where(count <= accepted, count, drafts.lens)
+        accepted = torch.minimum(accepted, count)
 
-        place = lens.long()[:, None] + step
-        kept = step < count[:, None]
-        texts = s.texts[rows]
-        texts.scatter_(1, place, torch.where(kept, tokens, texts.gather(1, place)))
+        # All tokens, also those past the count: what lies past a text's length is never read.
+        s.texts[rows].scatter_(1, lens.long()[:, None] + step, tokens)
         lens += count
         live &= reason == RUNNING
 
-        unseen = torch.zeros_like(count)
-        seen = unseen if self._session.seen is None else self._session.seen[rows]
-        broken = unseen if drafts.failed is None else drafts.failed
-        facts = torch.stack([x.long() for x in (count, drafted, accepted, reason, wanted, seen, broken)], 1)
-        emitted = torch.where(kept, tokens, ops.PAD)
-        self.report(rows, tokens.shape[1] - 1).copy_(torch.cat([facts, emitted], 1))
+        seen = self._zeros[rows] if self._session.seen is None else self._session.seen[rows]
+        broken = self._zeros[rows] if drafts.failed is None else drafts.failed
+        facts = torch.stack((count, drafted, accepted, reason, wanted, seen, broken), 1)
+        self.report(rows, width - 1).copy_(torch.cat((facts, tokens), 1))
         return drafted, accepted
