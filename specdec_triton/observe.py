@@ -182,6 +182,8 @@ def observe(model: Any) -> Observation:
     devices = sorted({str(p.device) for p in model.parameters()})
     if len(devices) != 1:
         raise _refuse(model, f"its parameters are spread over several devices ({', '.join(devices)}); load it on one")
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):  # ranks could accept different drafts at a near-tie
+        raise _refuse(model, "its parameters are shared out over several processes; load it without a tp_plan")
     if model.training and has_dropout(model):
         raise _refuse(model, "it is in training mode, with dropout; call model.eval()")
     device = torch.device(devices[0])

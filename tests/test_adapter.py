@@ -264,6 +264,28 @@ def test_no_head():
         ModelAdapter(model_of("llama").model)
 
 
+def test_a_model_over_several_devices_is_refused():
+    """The embedding on one device, the rest on another."""
+    model = toy_model()
+    model.model.embed_tokens.to("meta")
+    with pytest.raises(UnsupportedModelError, match=r"spread over several devices \(cpu, meta\); load it on one"):
+        ModelAdapter(model)
+
+
+def test_a_model_over_several_processes_is_refused():
+    """faults.md C5: ranks whose logits differ in the last bit would accept different drafts, and wait for one another."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import distribute_module
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = distribute_module(toy_model(), dist.init_device_mesh("cpu", (1,)))
+        with pytest.raises(UnsupportedModelError, match="shared out over several processes; load it without a tp_plan"):
+            ModelAdapter(model)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_bidirectional_model_is_refused():
     from transformers import BertConfig, BertForMaskedLM
 

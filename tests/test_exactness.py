@@ -229,3 +229,18 @@ def test_warmup_tests_the_counts_of_a_round():
     engine = SpeculativeDecoder(model_of(torch.bfloat16), PromptLookup(), num_draft_tokens=5)
     engine.warmup()
     assert set(range(1, 7)) <= set(engine.target.invariant_rows()._padded)
+
+
+def test_few_counts_are_tested(monkeypatch):
+    """Beyond 16 rows only round counts: a batch whose rows change from round to round does not wait for a test each time."""
+    rows = object.__new__(InvariantRows)
+    rows._padded = {}
+    tested = []
+    monkeypatch.setattr(InvariantRows, "_is_invariant", lambda self, count: tested.append(count) or count % 3 != 0)
+    padded = [rows.pad(n) for n in range(1, 257)]
+    assert all(n <= p < 1.5 * n + 3 for n, p in zip(range(1, 257), padded, strict=True))
+    assert all(p % 3 for p in padded)
+    assert padded[:5] == [1, 2, 4, 4, 5]
+    assert padded[16] == padded[19] == 20
+    assert padded[64] == padded[79] == 80
+    assert len(set(tested)) < 45

@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import SkipTest
 
 import torch
 
-from specdec_triton import PromptLookup, SamplingParams, SpeculativeDecoder, ops
+from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, ops
 from specdec_triton._library import why_not_triton
+from specdec_triton.engine.graphs import StepGraphs, graphs_for
 from specdec_triton.ops import METHODS, SamplingBatch
 from specdec_triton.testing import (
     FP8,
@@ -453,6 +457,112 @@ def check_exact() -> None:
     assert got == texts("llama", torch.device("cpu"), True, {"temperature": 0})
 
 
+DRAFTERS = {
+    "none": NoDraft,
+    "lookup": PromptLookup,
+    "model": lambda: DraftModel(toy_model(seed=1, num_hidden_layers=1).to(device)),
+}
+
+
+def rounds_on_gpu(drafter: str, **options: Any) -> SpeculativeDecoder:
+    options = {"max_seq_len": 64, "num_pages": 64, "exact": False, "adaptive": False, "backend": "triton"} | options
+    return SpeculativeDecoder(toy_model().to(device), DRAFTERS[drafter](), num_draft_tokens=3, **options)
+
+
+@torch.inference_mode()
+def check_no_waiting(drafter: str, adaptive: bool, params: dict) -> None:
+    """Whole steps, with requests that come and pages that are taken, make the host wait for nothing (faults.md G2)."""
+    if device.type != "cuda":
+        raise SkipTest("needs a GPU")
+    engine = rounds_on_gpu(drafter, adaptive=adaptive)
+    each = SamplingParams(max_new_tokens=40, **params)
+    engine.generate(PROMPTS, each)  # compiles and captures
+    handles = [engine.submit(prompt, each) for prompt in PROMPTS]
+    loop = engine._loop
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in PROMPTS:
+            loop._prefill(loop.scheduler.prefilling())
+        for _ in range(8):
+            loop._enqueue(loop._make_room())
+            while len(loop._pending) > 1:  # reading waits for an event, which is what it is there for
+                torch.cuda.set_sync_debug_mode("default")
+                loop._read(1)
+                torch.cuda.set_sync_debug_mode("error")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.run()
+    assert all(len(handle.token_ids) == 40 for handle in handles)
+
+
+def check_captured(drafter: str, params: dict) -> None:
+    """Rounds are captured without a warning and replayed; texts are those of eager rounds (faults.md G1, G3)."""
+    if device.type != "cuda":
+        raise SkipTest("needs a GPU")
+    each = [SamplingParams(max_new_tokens=20 + 9 * i, **params) for i in range(len(PROMPTS))]
+    eager = rounds_on_gpu(drafter)
+    eager._loop._graphs = StepGraphs(None)
+    want = [out.token_ids for out in eager.generate(PROMPTS, each)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        engine = rounds_on_gpu(drafter)
+        engine.warmup()
+        for order in (slice(None), slice(None, None, -1)):
+            got = [out.token_ids for out in engine.generate(PROMPTS[order], each[order])]
+            assert got == want[order]
+    graphs = engine._loop._graphs
+    assert graphs.captured > 0
+    assert graphs.replays > 20
+
+
+def check_failed_capture() -> None:
+    """A step that waits for the device cannot be captured: one warning, eager steps, and the device goes on working."""
+    if device.type != "cuda":
+        raise SkipTest("needs a GPU")
+    x, graphs = torch.zeros(4, device=device), graphs_for(device)
+
+    def step() -> None:
+        x.add_(1)
+        x.sum().item()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            graphs.run("key", step)
+    assert sum("cannot be captured" in str(w.message) for w in caught) == 1
+    assert x.tolist() == [4.0] * 4
+    torch.cuda.empty_cache()
+    assert float(torch.ones(1000, device=device).sum()) == 1000
+
+
+def check_batching(drafter: str) -> None:
+    """60 requests through 4 slots and few pages, some cancelled: texts are those of a request alone (faults.md E9, E10)."""
+    rng = random.Random(0)
+    alone = rounds_on_gpu(drafter, max_batch_size=1)
+    params = [SamplingParams(temperature=0, max_new_tokens=24), SamplingParams(seed=3, max_new_tokens=24)]
+    jobs = [(prompt, each, alone.generate([prompt], each)[0].token_ids) for prompt in PROMPTS for each in params]
+    engine = rounds_on_gpu(drafter, max_batch_size=4, num_pages=7, page_size=5)
+    chosen = [rng.choice(jobs) for _ in range(60)]
+    handles = [engine.submit(prompt, each) for prompt, each, _ in chosen]
+    while engine.step():
+        waiting = [handle for handle in handles if handle.output is None]
+        if waiting and rng.random() < 0.05:
+            rng.choice(waiting).cancel()
+    for handle, (_, _, text) in zip(handles, chosen, strict=True):
+        assert handle.token_ids == text[: len(handle.token_ids)]
+        assert len(handle.token_ids) == 24 or handle.output.finish_reason == "cancelled"
+    assert engine.stats.preemptions > 0
+    assert engine.free_pages == engine.num_pages
+
+
+for _drafter in DRAFTERS:
+    CHECKS[f"batching-{_drafter}"] = lambda a=_drafter: check_batching(a)
+    for _name, _params in {"greedy": {"temperature": 0}, "coupled": {"seed": 3, "top_p": 0.9}, "rejection": {}}.items():
+        CHECKS[f"no-waiting-{_drafter}-{_name}"] = lambda a=(_drafter, False, _params): check_no_waiting(*a)
+        if _name != "rejection":  # unseeded requests draw other seeds in another order
+            CHECKS[f"captured-{_drafter}-{_name}"] = lambda a=(_drafter, _params): check_captured(*a)
+    CHECKS[f"no-waiting-{_drafter}-adaptive"] = lambda a=_drafter: check_no_waiting(a, True, {"temperature": 0})
+CHECKS["failed-capture"] = check_failed_capture
 CHECKS["graph"] = check_graph
 CHECKS["text-llama-greedy"] = lambda: check_text("llama", temperature=0)
 CHECKS["text-llama-coupled"] = lambda: check_text("llama", seed=3, top_k=20)

@@ -26,6 +26,7 @@ COMMANDS = (generate, doctor, audit, tune)
 _EPILOG = """examples:
   specdec-triton generate "Why is the sky blue?"
   specdec-triton generate --file report.txt --compare
+  specdec-triton tune --draft MODEL
   specdec-triton doctor
   specdec-triton audit --arch sm_90
 

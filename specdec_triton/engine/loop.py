@@ -34,7 +34,7 @@ from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
 REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
 _MISFIT_DRAFTS, _MISFIT_RATE = 200, 0.02
-_WARM_ROWS = 64  # larger row counts are tested when they first occur
+_WARM_ROWS = 160  # larger row counts are tested when they first occur
 _DEPTH = 1  # rounds that a device is given ahead of the host's reading
 
 
