@@ -285,9 +285,13 @@ class SpeculativeDecoder:
         (``num_pages`` too: a pool that grows afterwards takes its place).
         """
         with self._turn():
+            fixed_shapes = self._target.fixed_shapes
+            if not fixed_shapes:
+                self._loop.test_rows()
             if self._drafts_adaptively:
                 self._loop.measure(again=False)
-            self._loop.warmup(adaptive=self._adaptive)
+            if fixed_shapes:
+                self._loop.capture(adaptive=self._adaptive)
 
     def tune(self) -> CostModel:
         """Measure what passes cost on this machine, and keep it in the cache folder for later decoders of these models.
@@ -298,4 +302,6 @@ class SpeculativeDecoder:
         if self._loop.session.silent or self.num_draft_tokens == 0:
             raise ValueError("tune needs a drafter and num_draft_tokens of at least 1: this decoder never drafts")
         with self._turn():
+            if not self._target.fixed_shapes:
+                self._loop.test_rows()  # lest that be timed
             return self._loop.measure(again=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from specdec_triton.engine import costs
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.graphs import captured, graphs_for
+from specdec_triton.engine.notices import Notices
 from specdec_triton.engine.phases import Phases
 from specdec_triton.engine.request import PATHLESS, RequestHandle
 from specdec_triton.engine.results import ResultRing, Ticket
@@ -33,7 +34,6 @@ from specdec_triton.exactness import ExactnessError
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
 REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
-_MISFIT_DRAFTS, _MISFIT_RATE = 200, 0.02
 _WARM_ROWS = 160  # larger row counts are tested when they first occur
 _DEPTH = 1  # rounds that a device is given ahead of the host's reading
 
@@ -100,8 +100,7 @@ class Loop:
         self._pending: deque[_InFlight] = deque()
         self._leaving: list[RequestHandle] = []
         self._ended = DecoderStats()
-        self._misfit: Counter[str] = Counter()
-        self._warned: set[str] = set()
+        self._notices = Notices(self.session.max_len)
 
     @property
     def stats(self) -> DecoderStats:
@@ -293,16 +292,17 @@ class Loop:
         if number >= handle.seen_since:  # older rounds do not know of what the drafter was shown since
             handle.seen = min(facts["seen"], len(handle) + len(tokens) - 1)
         if facts["failed"]:
-            self._warn("failed", "the drafter's logits hold NaN or infinity; those drafts are dropped")
+            self._notices.not_finite()
         if facts["reason"] == ERROR:
             self.end(handle, "error", "the target's logits held NaN, +inf, or nothing but -inf")
             return
         handle.token_ids += tokens
         handle.stats.count_round(len(tokens), facts["drafted"], facts["accepted"])
-        self._notice_misfit(facts["drafted"], facts["accepted"])
-        self._notice_outgrown(handle)
+        self._notices.judged(facts["drafted"], facts["accepted"])
         if facts["reason"]:
             self.end(handle, REASONS[facts["reason"]])
+        elif handle.limit:
+            self._notices.grown(len(handle))
 
     def _processing(self, handles: Sequence[RequestHandle], first: int = 0) -> Process | None:
         """Applies the requests' logits processors to each of their rows, with that row's own history."""
@@ -331,54 +331,32 @@ class Loop:
 
         return process
 
-    def _notice_misfit(self, drafted: int, accepted: int) -> None:
-        """Warn, once, of drafts that are hardly ever right: a misloaded draft model costs time and shows nowhere else."""
-        self._misfit += Counter(drafted=drafted, accepted=accepted)
-        if self._misfit["drafted"] < _MISFIT_DRAFTS:
-            return
-        if self._misfit["accepted"] < _MISFIT_RATE * self._misfit["drafted"]:
-            self._warn(
-                "misfit",
-                f"only {self._misfit['accepted']} of the last {self._misfit['drafted']} drafts were accepted: plain"
-                " decoding would be faster (does the draft model belong to the target?)",
-            )
-        self._misfit.clear()
-
-    def _notice_outgrown(self, handle: RequestHandle) -> None:
-        longest = self.session.max_len
-        if longest is not None and handle.limit and len(handle) + 1 > longest and handle.output is None:
-            self._warn(
-                "outgrown",
-                f"a text has outgrown the draft model's context of {longest} tokens; it goes on without drafts",
-            )
-
-    def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warn(message)
-
-    def warmup(self, *, adaptive: bool) -> None:
-        """Test the row counts that rounds will have; on a device run, and capture, greedy rounds of empty slots."""
+    def test_rows(self) -> None:
+        """Find the invariant row counts that rounds will need."""
         k = 0 if self.session.silent else self._num_draft_tokens
-        if not self._target.fixed_shapes:
-            for rows in range(1, min(self._max_batch_size * (k + 1), _WARM_ROWS) + 1):
-                self.invariant(rows)
-        elif self._width is not None and not self.scheduler.busy:  # else the shapes are not known yet
-            columns = self._columns(self._width)
-            greedy = Shape(
-                rows=1,
-                k=0,
-                limit=k,
-                columns=columns,
-                width=self._text_width(columns),
-                methods=("greedy",),
-                has_filters=False,
-                exact=self._exact is not False,
-                adaptive=adaptive and k > 0,
-            )
-            for rows in {self._bucket(n) for n in range(1, self._max_batch_size + 1)}:
-                for drafts in range(k + 1) if adaptive else [k]:
-                    self._run(replace(greedy, rows=rows, k=drafts))
+        for rows in range(1, min(self._max_batch_size * (k + 1), _WARM_ROWS) + 1):
+            self.invariant(rows)
+
+    def capture(self, *, adaptive: bool) -> None:
+        """Run, and capture, greedy rounds of empty slots in all shapes, where those are known: texts as long as the buffers."""
+        if self._width is None or self.scheduler.busy:
+            return
+        k = 0 if self.session.silent else self._num_draft_tokens
+        columns = self._columns(self._width)
+        greedy = Shape(
+            rows=1,
+            k=0,
+            limit=k,
+            columns=columns,
+            width=self._text_width(columns),
+            methods=("greedy",),
+            has_filters=False,
+            exact=self._exact is not False,
+            adaptive=adaptive and k > 0,
+        )
+        for rows in {self._bucket(n) for n in range(1, self._max_batch_size + 1)}:
+            for drafts in range(k + 1) if adaptive else [k]:
+                self._run(replace(greedy, rows=rows, k=drafts))
 
     def measure(self, *, again: bool) -> CostModel:
         """What passes cost here: from the cache folder what it holds, unless ``again``; the rest is timed and kept."""

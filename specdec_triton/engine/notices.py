@@ -1,0 +1,50 @@
+"""What a decoder warns of, each once: drafts that are hardly ever right, texts that outgrew the drafter, numbers that are none."""
+
+from __future__ import annotations
+
+from specdec_triton._warn import warn
+
+_MISFIT_DRAFTS, _MISFIT_RATE = 200, 0.02
+
+
+class Notices:
+    """Warnings about the drafter.
+
+    Args:
+        longest: texts longer than this get no drafts; None: no limit.
+    """
+
+    def __init__(self, longest: int | None) -> None:
+        self._longest = longest
+        self._drafted = self._accepted = 0
+        self._given: set[str] = set()
+
+    def judged(self, drafted: int, accepted: int) -> None:
+        """Of drafts: a misloaded draft model costs time and shows nowhere else."""
+        self._drafted += drafted
+        self._accepted += accepted
+        if self._drafted < _MISFIT_DRAFTS:
+            return
+        if self._accepted < _MISFIT_RATE * self._drafted:
+            self._warn(
+                "misfit",
+                f"only {self._accepted} of the last {self._drafted} drafts were accepted: plain decoding would be faster"
+                " (does the draft model belong to the target?)",
+            )
+        self._drafted = self._accepted = 0
+
+    def grown(self, length: int) -> None:
+        """Of a text that goes on."""
+        if self._longest is not None and length >= self._longest:
+            self._warn(
+                "outgrown",
+                f"a text has outgrown the draft model's context of {self._longest} tokens; it goes on without drafts",
+            )
+
+    def not_finite(self) -> None:
+        self._warn("not finite", "the drafter's logits hold NaN or infinity; those drafts are dropped")
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._given:
+            self._given.add(kind)
+            warn(message)
