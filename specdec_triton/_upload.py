@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 
 
-def upload(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``[len(values)]`` on the device. From pageable memory the copy would wait for all work before it."""
-    pinned = device.type == "cuda"
-    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=pinned)
+def upload(values: Sequence[int] | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Values on the device. From pageable memory the copy would wait for all work before it."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)

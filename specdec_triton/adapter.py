@@ -164,6 +164,11 @@ class ModelAdapter:
         self._rows: InvariantRows | None = None
         self.observation.check_cached_passes(self)
 
+    def check_ready(self) -> None:
+        """Raises RuntimeError in training mode, where passes are random."""
+        if self.model.training and has_dropout(self.model):
+            raise RuntimeError(f"{type(self.model).__name__} is in training mode, with dropout: call model.eval()")
+
     def invariant_rows(self) -> InvariantRows:
         """The row counts of exact passes; found on first use.
 
@@ -214,8 +219,6 @@ class ModelAdapter:
             logits ``[B,T,V]``, or ``[B,1,V]`` with ``last_only``; rows at or past query_lens are unspecified.
         """
         batch, count = tokens.shape
-        if self.model.training and has_dropout(self.model):
-            raise RuntimeError(f"{type(self.model).__name__} is in training mode, with dropout: call model.eval()")
         ids, position, p = self._pack(tokens, cache, block_table, context_lens, query_lens)
         if rows is not None and rows > p.rows:
             ids = torch.nn.functional.pad(ids, (0, rows - p.rows))

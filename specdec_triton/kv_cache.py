@@ -237,7 +237,13 @@ class KVCache:
 
     def _take(self, count: int) -> list[int]:
         if count > len(self._free):
-            self._grow(count - len(self._free))
+            try:
+                self._grow(count - len(self._free))
+            except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU it has no class of its own
+                self.growable = False  # from now on requests make room for one another
+                raise OutOfPagesError(
+                    f"no memory for {count} more pages of {self.page_size} tokens: {error}"
+                ) from error
         return [heapq.heappop(self._free) for _ in range(count)]
 
     @torch.inference_mode(False)

@@ -56,6 +56,9 @@ class AcceptResult(NamedTuple):
     status: torch.Tensor
 
 
+BY_PROBABILITY = ("rejection", "block")  # methods that judge a draft by the probability it was drawn with
+PATHLESS = (*BY_PROBABILITY, "typical")  # of which a text depends on how its rounds fell
+
 _PARAMS = (
     "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position, bool? has_filters"
 )

@@ -403,7 +403,7 @@ class ScriptedDrafter(Drafter):
     def __init__(self, script: Callable[[list[int], int], list[int]]) -> None:
         self.script = script
 
-    def bind(self, target: Any, *, slots: int, page_size: int, backend: str | None) -> DraftSession:
+    def bind(self, target: Any, **options: Any) -> DraftSession:
         return _Scripted(self.script)
 
 
@@ -460,8 +460,8 @@ class Alternating(Drafter):
     on: tuple[int, ...] = (1,)
     rounds: int = field(default=0, init=False)
 
-    def bind(self, target: Any, *, slots: int, page_size: int, backend: str | None) -> DraftSession:
-        session = self.drafter.bind(target, slots=slots, page_size=page_size, backend=backend)
+    def bind(self, target: Any, **options: Any) -> DraftSession:
+        session = self.drafter.bind(target, **options)
         propose = session.propose
 
         def sometimes(round_: Round) -> Drafts:

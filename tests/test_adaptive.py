@@ -122,6 +122,53 @@ def test_a_draft_model_catches_up_before_it_drafts_again(mode):
     assert handle.stats.acceptance_rate == 1.0
 
 
+def depths(engine):
+    """K of each round, as the device got it."""
+    seen = []
+    run = engine._loop._rounds.run
+
+    def noted(shape, process=None):
+        seen.append(shape.k)
+        return run(shape, process)
+
+    engine._loop._rounds.run = noted
+    return seen
+
+
+def test_a_drafter_that_finds_nothing_costs_no_rows():
+    """On a device all rows of a round are paid for, drafted or not: K goes to 0 while lookups find no match."""
+    model = ModelAdapter(toy_model())
+    model.fixed_shapes = True
+    engine = SpeculativeDecoder(model, PromptLookup(max_ngram=9, min_ngram=9), exact=False)
+    engine._loop._rounds.costs = CostModel({(1, 1): 1.0, (1, 5): 1.8}, {})
+    seen = depths(engine)
+    (out,) = engine.generate([PROMPTS[1]], greedy())
+    assert out.token_ids == plain()[1]
+    assert sum(k > 0 for k in seen) < len(seen) / 2
+
+
+def test_newcomers_want_what_the_others_want():
+    """Requests that come and go do not bring K back where drafts never pay."""
+    engine = decoder("device", DraftModel(toy_model(seed=1, num_hidden_layers=1)), costs=DEAR, max_batch_size=4)
+    seen = depths(engine)
+    engine.generate([[i] for i in range(40)], greedy(max_new_tokens=12))
+    assert sum(k > 0 for k in seen) < len(seen) / 10
+
+
+@MODES
+def test_texts_beyond_the_draft_models_context_cost_no_rows(mode):
+    """faults.md J1."""
+    draft = toy_model(seed=1, num_hidden_layers=1, max_position_embeddings=20)
+    engine = decoder(mode, DraftModel(draft), costs=CHEAP, adaptive=False)
+    passes = []
+    forward = engine._loop.session.adapter.forward
+    engine._loop.session.adapter.forward = lambda *args, **options: passes.append(1) or forward(*args, **options)
+    with pytest.warns(UserWarning, match="outgrown"):
+        (out,) = engine.generate([PROMPTS[3]], greedy())
+    assert out.token_ids == plain()[3]
+    assert len(passes) < 4 * 20
+
+
 @MODES
 def test_the_switch_of_a_request(mode):
     """num_draft_tokens=0 is off; its neighbours draft on."""
@@ -169,6 +216,15 @@ def test_tuning(monkeypatch, tmp_path):
     for drafter, k in ((NoDraft(), 4), (PromptLookup(), 0)):
         with pytest.raises(ValueError, match="never drafts"):
             decoder("reads", drafter, k).tune()
+
+
+def test_what_was_measured_of_larger_batches_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    large = decoder("reads", PromptLookup(), max_batch_size=4).tune()
+    small = decoder("reads", PromptLookup(), max_batch_size=1).tune()
+    assert small.target.keys() == large.target.keys()
+    assert decoder("reads", PromptLookup(), max_batch_size=4)._loop._rounds.costs.target == small.target
+    assert not decoder("reads", PromptLookup(), max_batch_size=8)._loop._rounds.costs.target  # larger than was measured
 
 
 def test_warmup_measures_what_is_missing(monkeypatch, tmp_path):

@@ -99,6 +99,7 @@ def test_500_requests(drafter, mode):
     assert engine.free_pages == engine.num_pages
     ends = {"cancelled": 0, "length": 0}
     for handle, text in submitted:
+        assert handle.output.error is None
         ends[handle.output.finish_reason] += 1
         if handle.output.finish_reason == "length":
             assert handle.output.token_ids == text
@@ -131,8 +132,11 @@ def test_a_preempted_request_goes_on_bit_for_bit(drafter, mode):
 def test_the_oldest_goes_on_when_pages_run_out(mode):
     engine = decoder(mode, num_pages=10)
     handles = [engine.submit([3, 5, 7], params(None, max_new_tokens=30)) for _ in range(4)]
+    written = 0
     while engine.step():
         check(engine)
+        before, written = written, engine.stats.new_tokens
+        assert written >= before  # the statistics of those who wait are counted too
         ended = [handle.output is not None for handle in handles]
         assert ended == sorted(ended, reverse=True)
     assert handles[0].stats.preemptions == 0
@@ -267,6 +271,28 @@ def test_threads_share_a_decoder(mode):
     assert not failures
     assert engine.free_pages == engine.num_pages
     check(engine)
+
+
+@MODES
+def test_a_reader_that_is_cancelled_cancels_its_request(mode):
+    engine = decoder(mode, PromptLookup())
+    (one, _, text), (two, _, other) = jobs()[1], jobs()[3]
+    bad, good = engine.submit(one, params(None)), engine.submit(two, params(None))
+
+    async def read(handle):
+        return [token async for token in handle]
+
+    async def main():
+        task = asyncio.ensure_future(read(bad))
+        while len(bad.token_ids) < 3:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        return await read(good)
+
+    assert asyncio.run(main()) == other
+    assert bad.output.finish_reason == "cancelled"
+    assert bad.token_ids == text[: len(bad.token_ids)]
+    assert engine.free_pages == engine.num_pages
 
 
 @MODES

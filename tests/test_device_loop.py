@@ -237,9 +237,10 @@ def test_results_are_read_while_the_next_round_runs():
         assert ("enqueued", order[i][1] + 1) in order[:i]
 
 
-def test_warmup_captures_what_will_be_replayed():
+@pytest.mark.parametrize("drafter", ["lookup", "model"])
+def test_warmup_captures_what_will_be_replayed(drafter):
     """Every batch size and K, on empty slots, which leaves no trace; afterwards nothing is captured any more."""
-    decoder = recorded(PromptLookup(), max_batch_size=6, max_seq_len=64, num_pages=60)
+    decoder = recorded(ON_CPU[drafter](), max_batch_size=6, max_seq_len=64, num_pages=60)
     decoder.warmup()
     graphs = decoder._loop._graphs
     assert graphs.captured == 4  # 1, 2, 4 and 6 requests
@@ -257,3 +258,11 @@ def test_warmup_captures_every_k_that_the_controller_may_choose(monkeypatch, tmp
     graphs = decoder._loop._graphs
     decoder.generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=20))
     assert graphs.replays == decoder.stats.rounds > 0
+
+
+def test_requests_of_their_own_k_share_graphs():
+    decoder = recorded(PromptLookup(), max_batch_size=4, max_seq_len=64, num_pages=60)
+    for k in (None, 1, 2, 3):
+        decoder.generate(PROMPTS[:3], SamplingParams(temperature=0, max_new_tokens=12, num_draft_tokens=k))
+    limits = {shape.limit for shape, _ in decoder._loop._graphs._graphs}
+    assert limits == {3}

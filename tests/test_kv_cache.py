@@ -184,7 +184,8 @@ def test_growth_from_nothing_is_geometric():
     assert_pages_add_up(cache)
 
 
-def test_growth_that_fails_changes_nothing_but_the_version(monkeypatch):
+def test_growth_that_fails_makes_the_pool_a_fixed_one(monkeypatch):
+    """Its requests make room for one another then; what is stored stays."""
     cache = pool(num_pages=1, growable=True)
     cache.reserve(0, 4)
     write(cache, 0, 0, [5, 6, 7, 8])
@@ -197,11 +198,10 @@ def test_growth_that_fails_changes_nothing_but_the_version(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "new_zeros", until_memory_ends)
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(OutOfPagesError, match="no memory for 8 more pages of 4 tokens"):
             cache.reserve(1, 30)
     assert (cache.num_pages, cache.free_pages, cache.capacity(1), cache.version) == (1, 0, 0, 1)
-    cache.reserve(1, 30)
-    assert cache.num_pages == 9
+    assert not cache.can_reserve(1, 30)
     assert_holds(cache, 0, [5, 6, 7, 8])
     assert_pages_add_up(cache)
 

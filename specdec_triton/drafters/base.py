@@ -114,8 +114,23 @@ class Drafter(ABC):
     """A source of drafts."""
 
     @abstractmethod
-    def bind(self, target: ModelAdapter, *, slots: int, page_size: int, backend: str | None) -> DraftSession:
+    def bind(
+        self,
+        target: ModelAdapter,
+        *,
+        slots: int,
+        page_size: int,
+        num_pages: int = 0,
+        max_tokens: int | None = None,
+        backend: str | None = None,
+    ) -> DraftSession:
         """Start a session for a decoder of ``target``.
+
+        Args:
+            slots: the most requests at once.
+            page_size, num_pages: of the target's cache; 0: that grows.
+            max_tokens: the longest text, if it is known.
+            backend: of the ops.
 
         Raises:
             ValueError: the drafter does not fit the target.

@@ -11,6 +11,7 @@ from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, n
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
+    from specdec_triton.kv_cache import KVCache
 
 _MAX_PADDING = 1024  # columns by which the logits of two models with one tokenizer may differ
 _CHUNK = 512
@@ -31,7 +32,16 @@ class DraftModel(Drafter):
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def bind(self, target: ModelAdapter, *, slots: int, page_size: int, backend: str | None) -> DraftSession:
+    def bind(
+        self,
+        target: ModelAdapter,
+        *,
+        slots: int,
+        page_size: int,
+        num_pages: int = 0,
+        max_tokens: int | None = None,
+        backend: str | None = None,
+    ) -> DraftSession:
         from specdec_triton.adapter import ModelAdapter
 
         if not hasattr(self.model, "config"):
@@ -45,7 +55,10 @@ class DraftModel(Drafter):
                 f" {target.vocab_size}; draft and target must share a tokenizer"
             )
         adapter.fixed_shapes = target.fixed_shapes
-        return _Session(adapter, target.vocab_size, slots, page_size)
+        cache = adapter.new_cache(
+            slots=slots, page_size=page_size, num_pages=num_pages, growable=True, max_tokens=max_tokens
+        )
+        return _Session(adapter, cache, target.vocab_size, slots, max_tokens is not None)
 
 
 class _Session(DraftSession):
@@ -59,10 +72,11 @@ class _Session(DraftSession):
     adapter: ModelAdapter
     seen: torch.Tensor
 
-    def __init__(self, adapter: ModelAdapter, vocab_size: int, slots: int, page_size: int) -> None:
+    def __init__(self, adapter: ModelAdapter, cache: KVCache, vocab_size: int, slots: int, one_width: bool) -> None:
         self.adapter = adapter
         self._vocab_size = vocab_size
-        self._cache = adapter.new_cache(slots=slots, page_size=page_size, num_pages=0, growable=True)
+        self._cache = cache
+        self._one_width = one_width and adapter.fixed_shapes  # of the table, for texts of all lengths
         self._reserved = [0] * slots
         self.max_len = adapter.max_len
         with torch.inference_mode(False):
@@ -176,4 +190,4 @@ class _Session(DraftSession):
         return self._cache.block_table[rows, : self._columns()]
 
     def _columns(self) -> int:
-        return self._cache.columns(max(self._reserved))
+        return self._cache.block_table.shape[1] if self._one_width else self._cache.columns(max(self._reserved))

@@ -13,7 +13,16 @@ if TYPE_CHECKING:
 class NoDraft(Drafter):
     """Never drafts."""
 
-    def bind(self, target: ModelAdapter, *, slots: int, page_size: int, backend: str | None) -> DraftSession:
+    def bind(
+        self,
+        target: ModelAdapter,
+        *,
+        slots: int,
+        page_size: int,
+        num_pages: int = 0,
+        max_tokens: int | None = None,
+        backend: str | None = None,
+    ) -> DraftSession:
         return _Session()
 
 

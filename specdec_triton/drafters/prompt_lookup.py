@@ -30,7 +30,16 @@ class PromptLookup(Drafter):
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
 
-    def bind(self, target: ModelAdapter, *, slots: int, page_size: int, backend: str | None) -> DraftSession:
+    def bind(
+        self,
+        target: ModelAdapter,
+        *,
+        slots: int,
+        page_size: int,
+        num_pages: int = 0,
+        max_tokens: int | None = None,
+        backend: str | None = None,
+    ) -> DraftSession:
         return _Session(self, backend)
 
 

@@ -75,13 +75,17 @@ class Controller:
         for state in (self._counts, self.idle, self.patience) if self.packed else (self._counts,):
             state[dst] = state[src]
 
-    def update(self, n: int, drafted: torch.Tensor, accepted: torch.Tensor) -> None:
+    def update(self, n: int, drafted: torch.Tensor, accepted: torch.Tensor, asked: torch.Tensor | None = None) -> None:
         """Learn from a round of the slots 0 .. n-1.
 
         Args:
             drafted, accepted: int32 ``[n]``, drafts that were scored and that were accepted. Of a request with none drafted
                 nothing is learnt.
+            asked: int32 ``[n]``, drafts that were asked for; where none came back, that counts as a wrong one if a pass costs
+                by what was asked for (not packed).
         """
+        if asked is not None and not self.packed:
+            drafted = torch.maximum(drafted, asked.clamp(max=1))
         judged = torch.minimum(drafted, accepted + 1)
         evidence = self._steps[: self.max_k] < torch.stack((accepted, judged), 1)[:, :, None]  # [n,2,max_k]
         seen = drafted > 0

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from specdec_triton import __version__, ops
+from specdec_triton._upload import upload
 from specdec_triton.models import cache_dir
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
@@ -77,8 +78,19 @@ class CostModel:
     ) -> None:
         self.target = dict(sorted((target or {}).items()))
         self.draft = None if draft is None else dict(sorted(draft.items()))
-        self._device = device
+        self._device = torch.device(device)
         self._curves: dict[int, Curve] = {}
+
+    def covers(self, slots: int) -> bool:
+        """Whether batches of that size have been measured."""
+        return max((n for n, _ in self.target), default=0) >= slots
+
+    def merged(self, other: CostModel | None) -> CostModel:
+        """With what the other measured and this one did not."""
+        if other is None:
+            return self
+        draft = None if self.draft is None else {**(other.draft or {}), **self.draft}
+        return CostModel({**other.target, **self.target}, draft, device=self._device)
 
     def curve(self, n: int) -> Curve:
         """The costs of a round of n requests; made once for each n."""
@@ -86,8 +98,8 @@ class CostModel:
             target = self._target_seconds(n, 1 + np.arange(n * MAX_DRAFT_TOKENS + 1) / n)
             draft = self._draft_seconds(n)
             self._curves[n] = Curve(
-                torch.tensor(target, dtype=torch.float32, device=self._device),
-                torch.tensor(draft, dtype=torch.float32, device=self._device),
+                upload(torch.from_numpy(target), torch.float32, self._device),
+                upload(torch.tensor(draft), torch.float32, self._device),
                 usual_wait(n, target, draft),
             )
         return self._curves[n]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from specdec_triton.engine.admission import check_params, check_prompt, check_pr
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.loop import Loop
 from specdec_triton.engine.memory import MemoryEstimate, estimate
-from specdec_triton.engine.request import PATHLESS, GenerationOutput, RequestHandle
+from specdec_triton.engine.request import GenerationOutput, RequestHandle
 from specdec_triton.engine.stats import DecoderStats
 from specdec_triton.errors import OutOfPagesError
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingParams, draw_seed
@@ -35,7 +36,7 @@ class SpeculativeDecoder:
         target: a transformers causal language model on one device, or another decoder's ``target``, which spares the
             checks of the model and of this machine.
         drafter: where drafts come from; None: :class:`~specdec_triton.NoDraft` (plain decoding).
-        num_draft_tokens: K, the most tokens drafted a round, 0 to 63.
+        num_draft_tokens: K, the most tokens drafted a round, 0 to 63; a request may ask for another number.
         max_batch_size: requests decoded at once; further ones wait.
         max_seq_len: longest text, prompt included; None: what the requests need, up to the model's context.
         page_size: tokens per KV page.
@@ -107,6 +108,9 @@ class SpeculativeDecoder:
         if self._drafts_adaptively:
             self._loop.recall_costs()
         self._arrivals = count()
+        device = self._target.device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._cancelled: deque[RequestHandle] = deque()
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that holds the lock
         self._thread: ThreadPoolExecutor | None = None
@@ -127,7 +131,10 @@ class SpeculativeDecoder:
     @property
     def stats(self) -> DecoderStats:
         """Sums over all requests so far."""
-        return self._loop.stats
+        if self._owner == threading.get_ident():
+            return self._loop.stats
+        with self._turn():
+            return self._loop.stats
 
     # Requests.
 
@@ -141,21 +148,20 @@ class SpeculativeDecoder:
             params: one for all, or one each; None: the defaults of :class:`SamplingParams`.
 
         Raises:
-            ValueError: arguments of another kind, or none of the prompts can be decoded; nothing has been started then. If
-                only some cannot, their outputs say so (finish_reason ``error``) and the others are decoded.
+            ValueError, OutOfPagesError: arguments of another kind, or none of the prompts can be decoded; nothing has been
+                started then. If only some cannot, their outputs say so (finish_reason ``error``) and the others are decoded.
         """
         prompts = check_prompts(prompts)
         handles, refused = [], None
         for prompt, each in zip(prompts, check_params(params, len(prompts)), strict=True):
             try:
                 handles.append(self._request(prompt, each))
-            except ValueError as error:
+            except (ValueError, OutOfPagesError) as error:
                 refused = error
                 handles.append(self._refused(each, error))
         if refused is not None and all(handle.output is not None for handle in handles):
             raise refused
-        with self._turn():
-            self._loop.scheduler.waiting.extend(handle for handle in handles if handle.output is None)
+        self._loop.scheduler.waiting.extend(handle for handle in handles if handle.output is None)
         try:
             for handle in handles:
                 while handle.output is None:
@@ -171,20 +177,35 @@ class SpeculativeDecoder:
 
         Raises:
             ValueError: a prompt or a parameter that cannot be decoded.
+            OutOfPagesError: the pool could not hold the text even if it were empty.
         """
         handle = self._request(prompt, *check_params(params, 1))
         self._loop.scheduler.waiting.append(handle)
         return handle
 
     def cancel(self, handle: RequestHandle) -> None:
-        """End a request with finish_reason ``cancelled``; what it has written stays in its output."""
+        """End a request with finish_reason ``cancelled``; what it has written stays in its output.
+
+        While another thread is in a step, this does not wait: the request ends with that step.
+        """
         if handle.decoder is not self:
             raise ValueError("handle must be a request of this decoder")
         if self._owner == threading.get_ident():  # from inside a step
             self._loop.end(handle, "cancelled")
-        else:
-            with self._turn():
-                self._loop.end(handle, "cancelled")
+            return
+        self._cancelled.append(handle)
+        self._cancel_waiting()
+
+    def _cancel_waiting(self) -> None:
+        """End what is to be cancelled, unless a thread is in a step: it does so at its end."""
+        while self._cancelled and self._lock.acquire(blocking=False):
+            try:
+                with torch.inference_mode():
+                    while self._cancelled:
+                        self._loop.end(self._cancelled.popleft(), "cancelled")
+                    self._loop.let_go()
+            finally:
+                self._lock.release()
 
     def _request(self, prompt: Any, params: SamplingParams) -> RequestHandle:
         ids = check_prompt(prompt, self._target.vocab_size)
@@ -197,9 +218,9 @@ class SpeculativeDecoder:
         return self._handle(ids, params, limit)
 
     def _handle(self, prompt: list[int], params: SamplingParams, limit: int) -> RequestHandle:
-        method = self.method
+        method = "greedy" if params.greedy else self.method
         if method == "auto":
-            method = "greedy" if params.greedy else "coupled" if params.seed is not None else "rejection"
+            method = "coupled" if params.seed is not None else "rejection"
         k = self.num_draft_tokens if params.num_draft_tokens is None else params.num_draft_tokens
         return RequestHandle(
             self,
@@ -209,8 +230,8 @@ class SpeculativeDecoder:
             method=method,
             max_total=limit,
             stop_ids=sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._target.stop_ids)}),
-            limit=0 if self._loop.session.silent else k,
-            fixed=not self._adaptive or (method in PATHLESS and params.seed is not None),
+            limit=k if self._loop.drafting else 0,
+            fixed=not self._adaptive or (method in ops.PATHLESS and params.seed is not None),
             arrival=next(self._arrivals),
         )
 
@@ -232,7 +253,7 @@ class SpeculativeDecoder:
         """Process a piece of a waiting prompt, then one round for all requests that decode. Returns whether work is left.
 
         What goes wrong with one request (a failing logits processor, logits that are no numbers) ends that request with
-        finish_reason ``error``; the others do not notice.
+        finish_reason ``error``; the others do not notice. A drafter that fails is left out from then on, with a warning.
         """
         with self._turn():
             return self._loop.step()
@@ -257,11 +278,21 @@ class SpeculativeDecoder:
         with self._lock:
             self._owner = threading.get_ident()
             try:
-                with torch.inference_mode():
+                with torch.inference_mode(), self._on_device():
                     yield
             finally:
                 self._loop.let_go()
                 self._owner = None
+        self._cancel_waiting()
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """The model's device and one stream, whatever is current in the calling thread."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+                yield
 
     # Preparation.
 

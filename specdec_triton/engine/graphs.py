@@ -177,12 +177,12 @@ class StepGraphs:
             self._graphs[key] = graph
 
 
-def graphs_for(device: torch.device) -> StepGraphs:
-    """CUDA graphs that share their memory; on other devices steps run eagerly."""
+def graphs_for(device: torch.device, *, limit: int = 64) -> StepGraphs:
+    """CUDA graphs that share their memory, up to ``limit`` of them; on other devices steps run eagerly."""
     if device.type != "cuda":
         return StepGraphs(None)
     pool = GraphPool(device)
-    return StepGraphs(lambda: CudaGraph(pool))
+    return StepGraphs(lambda: CudaGraph(pool), limit=limit)
 
 
 def captured(device: torch.device) -> Callable[[Callable[[], object]], Callable[[], object]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from specdec_triton._warn import warn
+from specdec_triton import ops
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter
 from specdec_triton.engine import costs
@@ -24,9 +24,9 @@ from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.graphs import captured, graphs_for
 from specdec_triton.engine.notices import Notices
 from specdec_triton.engine.phases import Phases
-from specdec_triton.engine.request import PATHLESS, RequestHandle
+from specdec_triton.engine.request import RequestHandle
 from specdec_triton.engine.results import ResultRing, Ticket
-from specdec_triton.engine.round import COLUMNS, Process, Rounds, Shape
+from specdec_triton.engine.round import COLUMNS, DrafterError, Process, Rounds, Shape
 from specdec_triton.engine.scheduler import Scheduler
 from specdec_triton.engine.slots import ERROR, LENGTH, STOP, Slots
 from specdec_triton.engine.stats import DecoderStats
@@ -76,7 +76,15 @@ class Loop:
             growable=num_pages is None,
             max_tokens=width,
         )
-        self.session = drafter.bind(target, slots=max_batch_size, page_size=page_size, backend=backend)
+        self.session = drafter.bind(
+            target,
+            slots=max_batch_size,
+            page_size=page_size,
+            num_pages=num_pages or 0,
+            max_tokens=width,
+            backend=backend,
+        )
+        self.drafting = not self.session.silent  # until the drafter fails
         self._slots = Slots(max_batch_size, width or 0, device)
         self._controller = Controller(max_batch_size, MAX_DRAFT_TOKENS, device, packed=not target.fixed_shapes)
         self._phases = Phases(device)
@@ -92,13 +100,15 @@ class Loop:
             self._phases,
         )
         self.scheduler = Scheduler(self.cache, self._slots, self.session, self._controller, max_batch_size)
-        self._graphs = graphs_for(device)
+        sizes = max_batch_size.bit_length() + 1
+        self._graphs = graphs_for(device, limit=max(64, 2 * sizes * (num_draft_tokens + 1)))
         self._buffers: tuple[Any, ...] = ()
         self._depth = _DEPTH if target.fixed_shapes else 0
         columns = len(COLUMNS) + MAX_DRAFT_TOKENS + 1
         self._ring = ResultRing(device, max_batch_size + _DEPTH + 2, max_batch_size, columns)
         self._pending: deque[_InFlight] = deque()
         self._leaving: list[RequestHandle] = []
+        self._last_wanted: int | None = None  # by the requests of the last round that adapt
         self._ended = DecoderStats()
         self._notices = Notices(self.session.max_len)
 
@@ -107,8 +117,9 @@ class Loop:
         """Sums over all requests so far."""
         self._phases.collect()
         total = copy.deepcopy(self._ended)
-        for handle in self.scheduler.running:
-            total.add(handle.stats)
+        for handle in (*self.scheduler.running, *self.scheduler.waiting):
+            if handle.output is None:
+                total.add(handle.stats)
         total.phase_seconds = dict(self._phases.seconds)
         total.pages_in_use = self.cache.num_pages - self.cache.free_pages
         total.graph_bytes = self._graphs.bytes
@@ -117,18 +128,21 @@ class Loop:
     def step(self) -> bool:
         """A piece of a waiting prompt, then one round for all requests that decode. Returns whether work is left."""
         start = time.perf_counter()
+        self._target.check_ready()
         budget = self.scheduler.chunk
-        while budget > 0 and (handle := self.scheduler.prefilling()) is not None:
+        while budget > 0 and (handle := self._next_prompt()) is not None:
             budget -= self._prefill(handle)
-            self.let_go()
-        self._read(self._depth)
+            self._read(self._depth)
         shape = self._make_room()
         if shape is not None:
             self._enqueue(shape)
         self._read(self._depth if shape is not None else 0)
         self._ended.seconds += time.perf_counter() - start
+        self._phases.collect()
         if not self.scheduler.busy:
             self._controller.restart()  # so that the same requests are decoded alike again, whatever came before
+            self._last_wanted = None
+        self._notices.give()
         return self.scheduler.busy
 
     def end(self, handle: RequestHandle, reason: str, error: str | None = None) -> None:
@@ -165,19 +179,38 @@ class Loop:
                     torch.full((1,), start, dtype=torch.int32, device=text.device),
                     last_only=True,
                 )
-                self._catch_up(handle, stop)
+            self._catch_up(handle, stop)
             handle.prefilled = stop
             self.cache.publish(slot, handle.prompt[:stop], chunk)
             if stop == len(handle.prompt):
                 handle.decoding = True
+                if self._target.fixed_shapes:
+                    handle.wanted = self._newcomer_wants(handle)
                 self._rounds.first_token(slot, shape, logits, self._processing([handle], first=slot))
-                self._report([handle], rows, 0)
-        except Exception as error:
+                self._report([handle], rows, None)
+        except Exception as error:  # the others go on
             handle.exception = error
             self.end(handle, "error", f"the prompt could not be processed: {error}")
-            if not isinstance(error, torch.OutOfMemoryError):  # a prompt too large is its own affair
-                raise
         return stop - start
+
+    def _next_prompt(self) -> RequestHandle | None:
+        """The request whose prompt is to be processed, if there is one and room for it."""
+        handle = self.scheduler.prefilling()
+        while handle is None and self.scheduler.waiting and not self.scheduler.running and not self._pending:
+            self._refuse(self.scheduler.waiting[0])
+            handle = self.scheduler.prefilling()
+        return handle
+
+    def _newcomer_wants(self, handle: RequestHandle) -> int:
+        """Drafts for a request of which nothing is known yet, where one K is chosen for all: what the others wanted last."""
+        if handle.fixed or self._last_wanted is None:
+            return handle.limit
+        return min(self._last_wanted, handle.limit)
+
+    def _refuse(self, handle: RequestHandle) -> None:
+        """It cannot be had although it has everything for itself."""
+        self.end(handle, "error", f"out of memory: the pages of a text of {len(handle)} tokens cannot be had")
+        self.let_go()
 
     def _make_room(self) -> Shape | None:
         """Pages for the next round, and its shape; None if nobody decodes. May preempt."""
@@ -188,33 +221,47 @@ class Loop:
             while handle.slot is not None and not self._reserve(handle, k):
                 if self._pending:
                     self._read(0)  # lengths are known then, and some may have ended
-                else:
+                elif len(self.scheduler.running) > 1:
                     self.scheduler.preempt(self.scheduler.newest())
+                else:
+                    self._refuse(handle)
         decoding = self.scheduler.decoding()
         for handle in decoding:
-            if handle.wanted and len(handle) - handle.seen > 2:
-                self._catch_up(handle, len(handle))
+            if handle.wanted and len(handle) - handle.seen > 2:  # a chunk a step: the others wait for it
+                self._catch_up(handle, min(len(handle), handle.seen + self.scheduler.chunk))
         rows = len(self.scheduler.running)
         return self._shape(decoding, rows, min(k, self._most_drafts())) if decoding else None
 
     def _reserve(self, handle: RequestHandle, k: int) -> bool:
-        tokens = min(handle.longest + min(k, handle.limit) + 1, handle.max_total)
-        if not self.scheduler.can_reserve(handle, tokens):
-            return False
-        self.scheduler.reserve(handle, tokens)
-        return True
+        return self.scheduler.reserve(handle, min(handle.longest + min(k, handle.limit) + 1, handle.max_total))
 
     def _catch_up(self, handle: RequestHandle, stop: int) -> None:
         """Show the drafter the request's text up to ``stop``."""
         if handle.limit and self.session.seen is not None and handle.slot is not None:
-            self.session.extend(handle.slot, self._slots.texts[handle.slot], handle.seen, stop)
+            try:
+                self.session.extend(handle.slot, self._slots.texts[handle.slot], handle.seen, stop)
+            except Exception as error:
+                self._give_up_drafting(error)
+                return
             handle.seen, handle.seen_since = stop, self._ended.rounds
+
+    def _give_up_drafting(self, error: BaseException) -> None:
+        """The drafter has failed: texts do not need it, so they go on without it."""
+        self._notices.failed(error)
+        self.drafting = False
+        self._slots.limits.zero_()
+        for handle in (*self.scheduler.running, *self.scheduler.waiting):
+            if handle.slot is not None and handle.limit:
+                self.session.release(handle.slot)
+            handle.limit = handle.wanted = 0
 
     def _most_drafts(self) -> int:
         """K of the next round. Where values may be read the round itself finds out what is wanted."""
-        decoding = self.scheduler.decoding()
-        adapts = self._target.fixed_shapes
-        return max((h.wanted if adapts and not h.fixed else h.limit for h in decoding), default=0)
+        return max((self._asks(handle) for handle in self.scheduler.decoding()), default=0)
+
+    def _asks(self, handle: RequestHandle) -> int:
+        k = handle.wanted if self._target.fixed_shapes and not handle.fixed else handle.limit
+        return k if self.session.max_len is None else min(k, max(self.session.max_len - len(handle), 0))
 
     def _shape(self, handles: Sequence[RequestHandle], rows: int, k: int) -> Shape:
         sampled = sorted({handle.method for handle in handles} - {"greedy"}) or ["greedy"]
@@ -223,14 +270,21 @@ class Loop:
         return Shape(
             rows=self._bucket(rows),
             k=k,
-            limit=max(handle.limit for handle in handles),
+            limit=self._limit(max(handle.limit for handle in handles)),
             columns=columns,
             width=self._text_width(columns),
             methods=tuple(sampled),
             has_filters=any(handle.params.has_filters for handle in handles),
-            exact=self._exact is not False and (bool(self._exact) or any(h.method not in PATHLESS for h in handles)),
+            exact=self._exact is not False
+            and (bool(self._exact) or any(h.method not in ops.PATHLESS for h in handles)),
             adaptive=any(handle.limit and not handle.fixed for handle in handles),
         )
+
+    def _limit(self, most: int) -> int:
+        """Of few values, where rounds are captured: requests may have limits of their own."""
+        if not self._target.fixed_shapes or most == 0:
+            return most
+        return self._num_draft_tokens if most <= self._num_draft_tokens else MAX_DRAFT_TOKENS
 
     def _bucket(self, rows: int) -> int:
         """Rows of a round of ``rows`` requests; rounds are captured for powers of two, the rows above are inert."""
@@ -250,46 +304,62 @@ class Loop:
     def _enqueue(self, shape: Shape) -> None:
         handles = self.scheduler.decoding()
         process = self._processing(handles)
-        if process is not None:
-            self._rounds.run(shape, process)
-        else:
-            self._run(shape)
+        warning = None
+        try:
+            self._round(shape, process)
+        except Warning as raised:  # warnings are errors, and the round has been run
+            warning = raised
+        except DrafterError as error:
+            self._give_up_drafting(error.__cause__ or error)
+            shape = replace(shape, k=0, limit=0, adaptive=False)
+            self._round(shape, process)
         self._report(handles, slice(shape.rows), shape.k)
         self._ended.rounds += 1
+        if warning is not None:
+            raise warning
 
-    def _run(self, shape: Shape) -> None:
-        """A round, from its graph if there is one."""
+    def _round(self, shape: Shape, process: Process | None = None) -> None:
+        """A round, from its graph if there is one; with logits processors always eagerly."""
+        if process is not None:
+            self._rounds.run(shape, process)
+            return
         buffers = (self.cache.version, self._slots.version, self.session.version, self._rounds.costs)
         if buffers != self._buffers:
             self._buffers = buffers
             self._graphs.invalidate()
         self._graphs.run((shape, self.session.key), lambda: self._rounds.run(shape))
 
-    def _report(self, handles: Sequence[RequestHandle], rows: slice, k: int) -> None:
-        """Send the rows' report on its way to the host."""
-        first = rows.start or 0
-        for handle in handles:
-            handle.in_flight += k + 1
-        places = [(handle, handle.slot - first) for handle in handles if handle.slot is not None]
-        ticket = self._ring.push(self._rounds.report(rows, k))
-        self._pending.append(_InFlight(ticket, places, k + 1, self._ended.rounds))
+    def _report(self, handles: Sequence[RequestHandle], rows: slice, k: int | None) -> None:
+        """Send the rows' report on its way to the host. k: None after a prompt, of which nothing is to be learnt."""
+        first, tokens = rows.start or 0, (k or 0) + 1
+        places = [(h, h.slot - first) for h in handles if h.slot is not None and h.output is None]
+        if not places:
+            return
+        for handle, _ in places:
+            handle.in_flight += tokens
+        ticket = self._ring.push(self._rounds.report(rows, k or 0))
+        self._pending.append(_InFlight(ticket, places, tokens, self._ended.rounds, k is None))
 
     def _read(self, depth: int) -> None:
         """Read reports until no more than ``depth`` rounds are unread."""
         while len(self._pending) > depth:
             flight = self._pending.popleft()
             report = flight.ticket.wait().tolist()
+            if not flight.of_prompt:
+                adapt = [report[row][COLUMNS.index("wanted")] for handle, row in flight.places if not handle.fixed]
+                self._last_wanted = max(adapt, default=self._last_wanted)
             for handle, row in flight.places:
                 handle.in_flight -= flight.tokens
                 if handle.output is None:
-                    self._take(handle, report[row], flight.number)
+                    self._take(handle, report[row], flight)
         self.let_go()
 
-    def _take(self, handle: RequestHandle, row: list[int], number: int) -> None:
+    def _take(self, handle: RequestHandle, row: list[int], flight: _InFlight) -> None:
         facts = dict(zip(COLUMNS, row, strict=False))
         tokens = row[len(COLUMNS) :][: facts["count"]]
-        handle.wanted = facts["wanted"]
-        if number >= handle.seen_since:  # older rounds do not know of what the drafter was shown since
+        if not flight.of_prompt:
+            handle.wanted = facts["wanted"]
+        if flight.number >= handle.seen_since:  # older rounds do not know of what the drafter was shown since
             handle.seen = min(facts["seen"], len(handle) + len(tokens) - 1)
         if facts["failed"]:
             self._notices.not_finite()
@@ -333,7 +403,7 @@ class Loop:
 
     def test_rows(self) -> None:
         """Find the invariant row counts that rounds will need."""
-        k = 0 if self.session.silent else self._num_draft_tokens
+        k = self._num_draft_tokens if self.drafting else 0
         for rows in range(1, min(self._max_batch_size * (k + 1), _WARM_ROWS) + 1):
             self.invariant(rows)
 
@@ -341,7 +411,7 @@ class Loop:
         """Run, and capture, greedy rounds of empty slots in all shapes, where those are known: texts as long as the buffers."""
         if self._width is None or self.scheduler.busy:
             return
-        k = 0 if self.session.silent else self._num_draft_tokens
+        k = self._num_draft_tokens if self.drafting else 0
         columns = self._columns(self._width)
         greedy = Shape(
             rows=1,
@@ -356,27 +426,30 @@ class Loop:
         )
         for rows in {self._bucket(n) for n in range(1, self._max_batch_size + 1)}:
             for drafts in range(k + 1) if adaptive else [k]:
-                self._run(replace(greedy, rows=rows, k=drafts))
+                self._round(replace(greedy, rows=rows, k=drafts))
 
     def measure(self, *, again: bool) -> CostModel:
         """What passes cost here: from the cache folder what it holds, unless ``again``; the rest is timed and kept."""
         key = self._costs_key()
-        kept = None if again else costs.load(key, device=self._target.device)
+        kept = costs.load(key, device=self._target.device)
         self._rounds.costs = costs.measure(
             self._target,
             self.session.drafting,
             slots=self._max_batch_size,
             max_k=self._num_draft_tokens,
             rows_of=self.invariant,
-            known=kept,
+            known=None if again else kept,
             replay=captured(self._target.device),
         )
+        self._rounds.costs = self._rounds.costs.merged(kept)
         costs.save(self._rounds.costs, key)
         return self._rounds.costs
 
     def recall_costs(self) -> None:
         """Take what was measured earlier on this machine, if anything was."""
-        self._rounds.costs = costs.load(self._costs_key(), device=self._target.device) or self._rounds.costs
+        kept = costs.load(self._costs_key(), device=self._target.device)
+        if kept is not None and kept.covers(self._max_batch_size):
+            self._rounds.costs = kept
 
     def _costs_key(self) -> dict[str, Any]:
         return costs.fingerprint(
@@ -393,7 +466,7 @@ class Loop:
             if self._exact:
                 raise
             self._exact = False
-            warn(f"{error}; the text may differ from plain decoding at near-ties")
+            self._notices.inexact(error)
             return None
 
 
@@ -405,3 +478,4 @@ class _InFlight:
     places: list[tuple[RequestHandle, int]]
     tokens: int
     number: int
+    of_prompt: bool

@@ -1,4 +1,4 @@
-"""What a decoder warns of, each once: drafts that are hardly ever right, texts that outgrew the drafter, numbers that are none."""
+"""What a decoder warns of, each once: drafters that fail, or are hardly ever right, and the like."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MISFIT_DRAFTS, _MISFIT_RATE = 200, 0.02
 
 
 class Notices:
-    """Warnings about the drafter.
+    """Warnings of one decoder. They wait for :meth:`give`: where warnings are errors, a step must have ended.
 
     Args:
         longest: texts longer than this get no drafts; None: no limit.
@@ -18,6 +18,7 @@ class Notices:
         self._longest = longest
         self._drafted = self._accepted = 0
         self._given: set[str] = set()
+        self._due: list[str] = []
 
     def judged(self, drafted: int, accepted: int) -> None:
         """Of drafts: a misloaded draft model costs time and shows nowhere else."""
@@ -44,7 +45,18 @@ class Notices:
     def not_finite(self) -> None:
         self._warn("not finite", "the drafter's logits hold NaN or infinity; those drafts are dropped")
 
+    def failed(self, error: BaseException) -> None:
+        self._warn("failed", f"the drafter failed, and decoding goes on without it: {type(error).__name__}: {error}")
+
+    def inexact(self, error: Exception) -> None:
+        self._warn("inexact", f"{error}; the text may differ from plain decoding at near-ties")
+
+    def give(self) -> None:
+        """Warn of what has come up."""
+        while self._due:
+            warn(self._due.pop(0))
+
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._given:
             self._given.add(kind)
-            warn(message)
+            self._due.append(message)

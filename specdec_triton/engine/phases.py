@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -23,7 +24,7 @@ class Phases:
     def __init__(self, device: torch.device) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._cuda = device.type == "cuda"
-        self._pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         if torch.autograd._profiler_enabled():
@@ -53,5 +54,5 @@ class Phases:
     def collect(self) -> None:
         """Add what the device has finished; does not wait."""
         while self._pending and self._pending[0][2].query():
-            name, start, end = self._pending.pop(0)
+            name, start, end = self._pending.popleft()
             self.seconds[name] += start.elapsed_time(end) / 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,6 @@ from specdec_triton.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from specdec_triton.engine import SpeculativeDecoder
-
-
-PATHLESS = ("rejection", "block", "typical")  # a text of theirs depends on how its rounds fell
 
 
 @dataclass
@@ -38,13 +36,14 @@ class RequestHandle:
     """A submitted request. Iterating (plainly or with ``async for``) yields its tokens and drives the decoder.
 
     ``async for`` steps the decoder in a thread of its own, so the event loop stays responsive; several tasks may iterate over
-    handles of one decoder at once.
+    handles of one decoder at once. It cancels the request if the task is cancelled, or the iterator closed. An iteration ends
+    with the request, however that ended: ``output`` tells.
 
     Attributes:
         prompt, params: as submitted.
         token_ids: the new tokens so far.
         output: the :class:`GenerationOutput` once the request has ended, else None.
-        exception: what a logits processor of the request raised, if that ended it.
+        exception: what ended it with an error, if that was an exception.
     """
 
     def __init__(
@@ -96,7 +95,8 @@ class RequestHandle:
         return min(len(self) + self.in_flight, self.max_total)
 
     def cancel(self) -> None:
-        """End the request; its pages are free at once. Without effect if it has ended."""
+        """End the request. Its pages are free at once, or after the step that another thread is in. Without effect if it
+        has ended."""
         self.decoder.cancel(self)
 
     def start(self) -> None:
@@ -114,19 +114,22 @@ class RequestHandle:
             for token in self.token_ids[sent:]:
                 sent += 1
                 yield token
-            if sent < len(self.token_ids):
-                continue
-            if self.output is not None:
+            if self.output is None:
+                self.decoder.advance(self, sent)
+            elif sent == len(self.token_ids):  # another thread may have written between the two looks
                 return
-            self.decoder.advance(self, sent)
 
     async def __aiter__(self) -> AsyncIterator[int]:
         sent = 0
-        while True:
-            for token in self.token_ids[sent:]:
-                sent += 1
-                yield token
-            if self.output is None:
-                await self.decoder.advance_async(self, sent)
-            elif sent == len(self.token_ids):  # another thread may have written between the two looks
-                return
+        try:
+            while True:
+                for token in self.token_ids[sent:]:
+                    sent += 1
+                    yield token
+                if self.output is None:
+                    await self.decoder.advance_async(self, sent)
+                elif sent == len(self.token_ids):
+                    return
+        except (asyncio.CancelledError, GeneratorExit):  # nobody reads on
+            self.cancel()
+            raise

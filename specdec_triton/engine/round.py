@@ -18,6 +18,7 @@ from specdec_triton import ops
 from specdec_triton._checks import check_tensor, require
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafts, DraftSession, Round
+from specdec_triton.drafters.base import nothing
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.phases import Phases
@@ -25,7 +26,6 @@ from specdec_triton.engine.slots import ERROR, LENGTH, RUNNING, STOP, Slots
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
-BY_PROBABILITY = ("rejection", "block")  # methods that judge a draft by the probability it was drawn with
 COLUMNS = ("count", "drafted", "accepted", "reason", "wanted", "seen", "failed")  # of a report, before its tokens
 
 
@@ -51,6 +51,10 @@ class Shape:
     has_filters: bool
     exact: bool
     adaptive: bool
+
+
+class DrafterError(Exception):
+    """The drafter raised its cause, or did not keep to the protocol. The round has changed nothing."""
 
 
 Process = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -110,7 +114,9 @@ class Rounds:
             logits = process(drafts.tokens, drafts.lens, logits)
         drafted, accepted = self._accept(rows, shape, drafts, logits, wanted)
         if shape.adaptive:
-            self._controller.update(shape.rows, drafted, accepted)
+            # A drafter that has to catch up first has not been heard yet.
+            asked = wanted.clamp(max=shape.k) if self._session.seen is None else None
+            self._controller.update(shape.rows, drafted, accepted, asked)
 
     @torch.inference_mode()
     def first_token(self, slot: int, shape: Shape, logits: torch.Tensor, process: Process | None = None) -> None:
@@ -129,8 +135,11 @@ class Rounds:
         """How many drafts each request would like, and the drafts. lens: int32 ``[n]``, 0 for a slot at rest."""
         s, n = self._slots, shape.rows
         if shape.limit == 0:
-            return self._zeros[:n], Drafts(lens.new_empty(n, 0, dtype=torch.int64), self._zeros[:n])
-        wanted = torch.minimum(s.limits[:n], s.ends[:n] - lens - 1) * s.live[:n]
+            return torch.zeros_like(lens), nothing(lens)
+        room = s.ends[:n] - lens - 1
+        if self._session.max_len is not None:
+            room = torch.minimum(room, (self._session.max_len - lens).clamp(min=0))
+        wanted = torch.minimum(s.limits[:n], room) * s.live[:n]
         if shape.adaptive:
             wanted = self._controller.plan(n, wanted, s.fixed[:n], self.costs.curve(n), shape.limit, s.live[:n])
         limits = wanted.clamp(max=shape.k)
@@ -143,12 +152,15 @@ class Rounds:
             limits=limits,
             params=params,
             draw=self._drawing(shape, params),
-            needs_logits=any(method in BY_PROBABILITY for method in shape.methods),
+            needs_logits=any(method in ops.BY_PROBABILITY for method in shape.methods),
             reads=self._reads,
         )
-        with self._phases("draft"):
-            drafts = self._session.propose(round_)
-        self._check(drafts, n, k)
+        try:
+            with self._phases("draft"):
+                drafts = self._session.propose(round_)
+            self._check(drafts, n, k)
+        except Exception as error:
+            raise DrafterError from error
         return wanted, self._usable(drafts, limits)
 
     def _usable(self, drafts: Drafts, limits: torch.Tensor) -> Drafts:
@@ -235,7 +247,7 @@ class Rounds:
         return self._commit(rows, drafts, result, wanted)
 
     def _judge(self, method: str, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch) -> ops.AcceptResult:
-        by_probability = method in BY_PROBABILITY
+        by_probability = method in ops.BY_PROBABILITY
         with self._phases("accept"):
             return ops.accept_reject(
                 drafts.tokens,

@@ -14,6 +14,7 @@ from specdec_triton.drafters import DraftSession
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.request import RequestHandle
 from specdec_triton.engine.slots import Slots
+from specdec_triton.errors import OutOfPagesError
 from specdec_triton.kv_cache import KVCache
 
 PREFILL_CHUNK = 256  # prompts are processed in chunks that begin at multiples of this
@@ -58,42 +59,64 @@ class Scheduler:
         return current
 
     def _enter(self, handle: RequestHandle) -> bool:
-        """Give the request a slot and pages, if there are any."""
+        """Give the request a slot and pages, if there are any; else it has nothing, as before."""
         slot = len(self.running)
+        try:
+            entered = self._settle(handle, slot)
+        except BaseException as error:
+            self._empty(slot)
+            if isinstance(error, OutOfPagesError):
+                return False
+            raise
+        if not entered:
+            self._empty(slot)
+            return False
+        handle.slot, handle.saved = slot, None
+        handle.start()
+        self.running.append(handle)
+        return True
+
+    def _empty(self, slot: int) -> None:
+        self._cache.release(slot)
+        self._session.release(slot)
+        self._slots.leave(slot)
+
+    def _settle(self, handle: RequestHandle, slot: int) -> bool:
+        """Pages and rows of the free slot for the request; False: there are too few pages."""
         adopted = 0
         if handle.saved is None:
             adopted = self._cache.adopt(slot, handle.prompt, self.chunk)
         wanted = min(len(handle) + handle.limit + 1, handle.max_total)
         # A page for each of the others: else the newcomer would be the one to go in the next round.
         if not self._cache.can_reserve(slot, wanted, spare=len(self.running)):
-            self._cache.release(slot)
             return False
-        self.running.append(handle)
-        handle.slot = slot
-        handle.start()
         self._slots.enter(slot, handle)
         self._controller.reset(slot)
         if handle.saved is not None:
             pages, of_drafter = handle.saved
-            handle.saved = None
             self._cache.swap_in(slot, pages)
             if handle.limit:
                 self._session.swap_in(slot, of_drafter)
             self._slots.live[slot] = handle.decoding
         else:
             handle.prefilled = handle.stats.shared_tokens = adopted
-        self.reserve(handle, min(wanted + HEADROOM, handle.max_total) if self._cache.growable else wanted)
+        tokens = min(wanted + HEADROOM, handle.max_total) if self._cache.growable else wanted
+        self._reserve(handle, slot, tokens)
         return True
 
-    def reserve(self, handle: RequestHandle, tokens: int) -> None:
+    def reserve(self, handle: RequestHandle, tokens: int) -> bool:
+        """Pages for so many tokens of a running request; False: there are too few."""
         assert handle.slot is not None
-        self._cache.reserve(handle.slot, tokens)
-        if handle.limit:
-            self._session.reserve(handle.slot, tokens)
+        try:
+            self._reserve(handle, handle.slot, tokens)
+        except OutOfPagesError:
+            return False
+        return True
 
-    def can_reserve(self, handle: RequestHandle, tokens: int) -> bool:
-        assert handle.slot is not None
-        return self._cache.can_reserve(handle.slot, tokens)
+    def _reserve(self, handle: RequestHandle, slot: int, tokens: int) -> None:
+        self._cache.reserve(slot, tokens)
+        if handle.limit:
+            self._session.reserve(slot, tokens)
 
     def newest(self) -> RequestHandle:
         return max(self.running, key=lambda handle: handle.arrival)
