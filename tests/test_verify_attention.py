@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from specdec_triton import ops
+from specdec_triton.reference import paging
+from specdec_triton.reference import verify_attention as reference
 from specdec_triton.reference.verify_attention import KEY_TILE
 from specdec_triton.testing import (
     FAR_PAGE,
@@ -65,6 +67,7 @@ CASES = {
     "T-64": (on([11], 64), {}),
     "newest-keys": (on([16], 4), {}),  # faults.md F7
     "ragged": (on([12, 0, 7, 30], 5, query_lens=[5, 1, 0, 3]), {}),
+    "all-short-of-T": (on([12, 3], 5, query_lens=[2, 1]), {}),
     "prefill": (on([0, 0], 40, query_lens=[40, 17], page_size=7), {}),
     "scale": (on([12, 3], 3), {"scale": 0.7}),
     "window-1": (on([12, 0], 3), {"sliding_window": 1}),
@@ -365,7 +368,12 @@ def test_query_beyond_2_to_the_31_elements(backend):
 
 EDGES = [0, 1, 5, KEY_TILE - 2, KEY_TILE - 1, KEY_TILE, KEY_TILE + 1, 2 * KEY_TILE - 1, 2 * KEY_TILE + 1]
 SHAPES = {"3x3x64": (9, 3, 64), "71x1x16": (71, 1, 16), "4x1x80": (4, 4, 80), "2x4x128": (8, 2, 128)}
-OPTIONS = {"plain": {}, "window": {"sliding_window": 100}, "softcap-sinks": {"softcap": 5.0, "sinks": True}}
+OPTIONS = {
+    "plain": {},
+    "window": {"sliding_window": 100},
+    "window-of-tiles": {"sliding_window": 300},
+    "softcap-sinks": {"softcap": 5.0, "sinks": True},
+}
 
 
 class Texts:
@@ -460,6 +468,52 @@ def test_bits_do_not_depend_on_the_number_of_threads():
             assert torch.equal(texts.score([stretch])[0], old)
     finally:
         torch.set_num_threads(threads)
+
+
+# name: old and new tokens of each request, sliding window, the groups they are attended to in
+GROUPS = {
+    "alike": ([(10, 1), (200, 1), (90, 2)], None, [[0, 1, 2]]),
+    "idle": ([(10, 1), (200, 0), (90, 2)], None, [[0, 2]]),
+    "all-idle": ([(10, 0), (200, 0)], None, []),
+    "a-pair-stays": ([(10, 5), (200, 1)], None, [[0, 1]]),
+    "one-long-text": ([(10, 1), (4000, 1), (90, 1)], None, [[1], [0, 2]]),
+    "long-texts-in-a-window": ([(10, 1), (4000, 1), (90, 1)], 100, [[0, 1, 2]]),
+    "one-long-draft": ([(10, 1)] * 15 + [(10, 40)], None, [[15], list(range(15))]),
+    "long-texts-and-a-draft": ([(300, 1)] * 8 + [(100, 5)], None, [list(range(8)), [8]]),
+    "drafts-and-none": ([(10, 1), (10, 5)] * 16, None, [list(range(1, 32, 2)), list(range(0, 32, 2))]),
+}
+
+
+@pytest.mark.parametrize(("requests", "window", "groups"), GROUPS.values(), ids=GROUPS)
+def test_groups(requests, window, groups):
+    """Apart where a longer text or draft would cost the others more than a group does."""
+    contexts, counts = zip(*requests, strict=True)
+    plan = paging.Plan(((0,),) * len(counts), contexts, counts, max(counts), 1 << 20)
+    assert reference._partition(plan, (9, 3, 64), window) == groups
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_do_not_depend_on_the_groups(dtype, options, monkeypatch):
+    """faults.md A7: all in one group, or apart by every length and number of rows; one request is idle."""
+    texts = Texts([context + 9 for context in EDGES], (9, 3, 64), dtype)
+    company = [(i, context, context + (0, 1, 5, 9)[i % 4]) for i, context in enumerate(EDGES)]
+    rows, sizes, partition = [], [], reference._partition
+
+    def watched(*args):
+        groups = partition(*args)
+        sizes.append(len(groups))
+        return groups
+
+    monkeypatch.setattr(reference, "_partition", watched)
+    for cost in (0, 1 << 60):
+        monkeypatch.setattr(reference, "GROUP_COST", cost)
+        paging._plan.cache_clear()
+        rows.append(torch.cat(texts.score(company, **options)))
+    paging._plan.cache_clear()
+    assert sizes[0] > 4
+    assert sizes[1] == 1
+    assert torch.equal(*rows)
 
 
 def test_order_of_requests_does_not_matter():

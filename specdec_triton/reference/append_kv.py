@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specdec_triton.reference.paging import Plan, locate, make_plan, scatter
+from specdec_triton.reference.paging import Plan, locate, make_plan, scatter, store
 
 
 def append_kv(
@@ -59,12 +59,13 @@ def append_on_device(
 
 
 def append_planned(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan) -> None:
-    """The CPU path: slices, page by page (one or two short copies in a decode pass)."""
-    if k_cache.dtype.itemsize == 1:
-        k, v = _stored(k, k_cache), _stored(v, v_cache)
-    for b, tokens, page, slots in plan.writes:
-        k_cache[page, slots] = k[b, tokens]
-        v_cache[page, slots] = v[b, tokens]
+    """The CPU path: one indexed write per cache."""
+    take, page, slot = plan.new()
+    if len(page) == 0:
+        return
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        rows = x.flatten(0, 1) if take is None else x.flatten(0, 1).index_select(0, take)
+        store(cache, page, slot, rows if rows.dtype == cache.dtype else _stored(rows, cache))
 
 
 def _stored(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Where a request's tokens lie in the pages: position i is slot i % S of page block_table[b, i // S].
 
 On a device, lengths stay on the device, and every slot that the table could reach is masked. On the CPU, where they are
-at hand, a :class:`Plan` turns them into slices once for all layers of a pass.
+at hand, a :class:`Plan` turns them into index tensors once for all layers of a pass: however many requests and pages
+there are, a layer's keys are appended by one indexed write and read by one indexed read.
 """
 
 from __future__ import annotations
@@ -10,43 +11,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-
-# A request in several runs is copied run by run unless gathering its pages first is cheaper: one run more costs about as
-# much as gathering this many elements. Measured with 192 and 1,024 elements a token, 256 to 4,096 tokens, bf16 and fp32.
-RUN_ELEMENTS = 1 << 16
-
-
-class Write(NamedTuple):
-    """New positions ``tokens`` of request ``b`` go to ``slots`` of ``page``."""
-
-    b: int
-    tokens: slice
-    page: int
-    slots: slice
-
-
-class Run(NamedTuple):
-    """Keys that lie side by side: ``keys`` as in :class:`Read`, ``slots`` counted through all pages."""
-
-    keys: slice
-    slots: slice
-
-
-class Read(NamedTuple):
-    """Request ``b``'s ``keys``, counted from the plan's begin, lie in ``pages`` behind the first ``skip`` slots.
-
-    A request that was alone lies in one run. It has a few if it shares a prefix or got pages that others gave back, at
-    worst as many as pages.
-    """
-
-    b: int
-    keys: slice
-    pages: torch.Tensor
-    skip: int
-    runs: tuple[Run, ...]
 
 
 @dataclass
@@ -63,53 +30,27 @@ class Plan:
     def keep(self, key: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, made once per plan and key: all layers of a pass ask for the same."""
         if key not in self._kept:
-            self._kept[key] = make()
+            with torch.inference_mode(False):  # what is made in inference mode could not be written outside it
+                self._kept[key] = make()
         return self._kept[key]
 
-    @property
-    def writes(self) -> list[Write]:
-        return self.keep("writes", self._writes)
+    def locate(self, request: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and slot, int64, of positions of requests (shapes that broadcast) that all have their page."""
+        table = self.keep("table", lambda: torch.tensor(self.tables))
+        return table[request, position // self.page_size], position % self.page_size
 
-    def _writes(self) -> list[Write]:
-        out = []
-        for b, (table, context, n) in enumerate(zip(self.tables, self.contexts, self.counts, strict=True)):
-            t = 0
-            while t < n:
-                slot = (context + t) % self.page_size
-                width = min(self.page_size - slot, n - t)
-                page = table[(context + t) // self.page_size]
-                out.append(Write(b, slice(t, t + width), page, slice(slot, slot + width)))
-                t += width
-        return out
+    def new(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Of the N new tokens, int64 ``[N]`` each: b * count + t (None if that is 0, 1, 2 ...), page and slot."""
+        return self.keep("new", self._new)
 
-    def reads(self, below: int | None, tile: int) -> tuple[int, int, list[Read]]:
-        """The keys' first position (a multiple of ``tile``), their number (whole tiles), each active request's part.
-
-        Args:
-            below: the first key that matters lies this far from a request's context (None: all do).
-        """
-        return self.keep(("reads", below, tile), lambda: self._reads(below, tile))
-
-    def _reads(self, below: int | None, tile: int) -> tuple[int, int, list[Read]]:
-        starts = [0 if below is None else max(context + below, 0) for context in self.contexts]
-        active = [b for b, n in enumerate(self.counts) if n > 0]
-        if not active:
-            return 0, 0, []
-        begin = min(starts[b] for b in active) // tile * tile
-        length = -(-(max(self.contexts[b] + self.counts[b] for b in active) - begin) // tile) * tile
-        return begin, length, [self._read(b, starts[b], begin) for b in active]
-
-    def _read(self, b: int, start: int, begin: int) -> Read:
-        size, end = self.page_size, self.contexts[b] + self.counts[b]
-        pages = self.tables[b][start // size : -(-end // size)]
-        origin = start - start % size  # position of the first page's slot 0
-        leaps = [i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + 1]
-        runs = []
-        for i, after in zip([0, *leaps], [*leaps, len(pages)], strict=True):
-            position, stop = max(origin + i * size, start), min(origin + after * size, end)
-            slot = pages[i] * size + position % size
-            runs.append(Run(slice(position - begin, stop - begin), slice(slot, slot + stop - position)))
-        return Read(b, slice(start - begin, end - begin), torch.tensor(pages), start - origin, tuple(runs))
+    def _new(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        counts = torch.tensor(self.counts)
+        b = torch.arange(len(counts)).repeat_interleave(counts)
+        if len(b) == 0:
+            return None, b, b
+        t = torch.arange(len(b)) - (counts.cumsum(0) - counts)[b]
+        take = None if len(b) == len(counts) * self.count else b * self.count + t
+        return take, *self.locate(b, torch.tensor(self.contexts)[b] + t)
 
 
 def make_plan(
@@ -134,23 +75,22 @@ def _plan(
     return Plan(tables, contexts, counts, count, page_size)
 
 
-def load(cache: torch.Tensor, factor: torch.Tensor | None, out: torch.Tensor, reads: list[Read]) -> None:
-    """Copy the requests' keys or values into fp32 ``out [B,Hkv,L,D]``, which holds 0 elsewhere.
+def load(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """``out[i] = cache[page, slot]`` of the flat ``slots[i]``: ``out [N,Hkv,D]``, contiguous, in the cache's dtype."""
+    if cache.dtype.itemsize == 1:  # fp8 cannot be indexed everywhere
+        cache, out = cache.view(torch.uint8), out.view(torch.uint8)
+    size = cache.shape[1]
+    if cache.stride(0) == size * cache.stride(1):
+        torch.index_select(cache.flatten(0, 1), 0, slots, out=out)  # of a view
+    else:
+        out.copy_(cache[slots // size, slots % size])
 
-    Neither table entries nor slots outside a request's part are used: they may hold anything.
-    """
-    flat = cache.flatten(0, 1) if cache.stride(0) == cache.shape[1] * cache.stride(1) else None  # a view
-    bits = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache  # fp8 cannot be selected from everywhere
-    for b, keys, pages, skip, runs in reads:
-        target = out[b, :, keys]
-        if flat is not None and (len(runs) - 1) * RUN_ELEMENTS <= target.numel():
-            for run in runs:
-                out[b, :, run.keys].copy_(flat[run.slots].transpose(0, 1))
-        else:
-            tokens = bits.index_select(0, pages).view(cache.dtype).flatten(0, 1)[skip : skip + target.shape[1]]
-            target.copy_(tokens.transpose(0, 1))
-        if factor is not None:
-            target *= factor[:, None, None]
+
+def store(cache: torch.Tensor, page: torch.Tensor, slot: torch.Tensor, rows: torch.Tensor) -> None:
+    """``cache[page[i], slot[i]] = rows[i]``: ``rows [N,Hkv,D]``, in the cache's dtype."""
+    if cache.dtype.itemsize == 1:
+        cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
+    cache[page, slot] = rows
 
 
 def gather(

@@ -8,6 +8,9 @@ fp32 throughout. Three choices serve exactness and the CPU:
   that a row's bits do not depend on how many rows are scored with it, nor on what follows it in the text.
 * The G query heads that share a KV head are folded into the rows of one product: keys and values are never expanded.
 * Rows are padded to a multiple of ``ROW_TILE``: BLAS libraries switch algorithm, and rounding, below 4 rows.
+
+As a row's bits depend on nothing beside it, a batch may be attended to in any groups. The CPU path forms them by length
+and by number of rows, so that one long text or one long draft does not pad all others to its size.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ from specdec_triton.reference.paging import Plan, gather, load, make_plan
 KEY_TILE = 256
 ROW_TILE = 8
 ROW_BLOCK = 512  # rows whose scores are held at once
+# Measured on the CPU path: fetching a key and its value costs as much as scoring FETCH_ROWS rows with them, and the
+# operations of one group more as much as GROUP_COST elements (rows times keys times Hkv * D).
+FETCH_ROWS = 12
+GROUP_COST = 1 << 21
 NEG_INF = float("-inf")
 
 
@@ -55,8 +62,9 @@ def verify_attention(
         return torch.zeros_like(q)
     keys = gather(k_cache, k_scale, block_table, start, end, length)
     values = gather(v_cache, v_scale, block_table, start, end, length)
-    bias, idle = _bias(context, lens, count, q_heads // k_cache.shape[2], 0, length, sliding_window, tree_mask)
-    return _attend_heads(q, _Operands(q, keys, values, bias, idle), scale, softcap, sinks)
+    begin = torch.zeros_like(context)
+    bias, idle = _bias(context, lens, count, q_heads // k_cache.shape[2], begin, length, sliding_window, tree_mask)
+    return _attend_heads(q, _Operands(q.shape, keys, values, bias, idle), scale, softcap, sinks)
 
 
 def attend_planned(
@@ -72,31 +80,115 @@ def attend_planned(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The CPU path for chains: only the tiles that hold a key are touched, and one plan serves all layers of a pass."""
-    below = None if sliding_window is None else 1 - sliding_window
-    begin, length, reads = plan.reads(below, KEY_TILE)
-    if length == 0:
-        return torch.zeros_like(q)
-    q_heads, (kv_heads, dim) = q.shape[2], k_cache.shape[2:]
+    shape = (q.shape[2], *k_cache.shape[2:])
 
-    @torch.inference_mode(False)  # what is made in inference mode could not be written outside it
-    def make() -> _Operands:
-        context, lens = torch.tensor(plan.contexts), torch.tensor(plan.counts)
-        bias, idle = _bias(context, lens, plan.count, q_heads // kv_heads, begin, length, sliding_window, None)
-        keys, values = torch.zeros(2, len(plan.contexts), kv_heads, length, dim, dtype=torch.float32)
-        return _Operands(q, keys, values, bias, idle)
+    def make() -> list[_Group]:
+        return [
+            _Group(plan, requests, shape, k_cache.dtype, sliding_window)
+            for requests in _partition(plan, shape, sliding_window)
+        ]
 
-    # All layers of the pass write the same parts of the operands, so the zeros beside them stay.
-    operands = plan.keep(("operands", q_heads, kv_heads, dim, sliding_window), make)
-    load(k_cache, k_scale, operands.keys, reads)
-    load(v_cache, v_scale, operands.values, reads)
-    return _attend_heads(q, operands, scale, softcap, sinks)
+    groups: list[_Group] = plan.keep(("groups", shape, k_cache.dtype, sliding_window), make)
+    if len(groups) == 1 and groups[0].is_all:
+        return _attend_heads(q, groups[0].load(k_cache, v_cache, k_scale, v_scale), scale, softcap, sinks)
+    out = torch.zeros_like(q)
+    for group in groups:
+        mine = q[:, : group.count].index_select(0, group.requests)
+        mine = _attend_heads(mine, group.load(k_cache, v_cache, k_scale, v_scale), scale, softcap, sinks)
+        out[:, : group.count].index_copy_(0, group.requests, mine)
+    return out
+
+
+def _partition(plan: Plan, shape: tuple[int, ...], window: int | None) -> list[list[int]]:
+    """The active requests in groups that share an operand's size: apart where that saves more than a group costs."""
+    q_heads, kv_heads, dim = shape
+    alike: dict[tuple[int, int], list[int]] = {}  # (keys, rows), both padded: requests
+    for b, (context, n) in enumerate(zip(plan.contexts, plan.counts, strict=True)):
+        if n > 0:
+            begin = _first_key(context, window) // KEY_TILE * KEY_TILE
+            size = (_padded(context + n - begin, KEY_TILE), _padded(n * q_heads // kv_heads, ROW_TILE))
+            alike.setdefault(size, []).append(b)
+
+    def cost(size: tuple[int, int], requests: list[int]) -> int:
+        return len(requests) * size[0] * (size[1] + FETCH_ROWS) * kv_heads * dim
+
+    groups: list[tuple[tuple[int, int], list[int]]] = []
+    for size, requests in sorted(alike.items(), reverse=True):
+        if groups:
+            last, others = groups[-1]
+            joined, everyone = (last[0], max(last[1], size[1])), sorted(others + requests)
+            if cost(joined, everyone) <= cost(last, others) + cost(size, requests) + GROUP_COST:
+                groups[-1] = joined, everyone
+                continue
+        groups.append((size, requests))
+    return [requests for _, requests in groups]
+
+
+class _Group:
+    """N requests of a plan that are attended to together, and the buffers of their products.
+
+    Args:
+        shape: Hq, Hkv and D. dtype: the caches'.
+
+    Attributes:
+        requests: int64 ``[N]``. count: the most new positions that one of them has. is_all: the group is the batch.
+        slots: int64 ``[N*L]``, counted through all pages: where the L keys from each request's first tile on lie. Beside
+            the keys it has, the nearest is repeated, which no row sees: nothing else may be read.
+        fetched: ``[N*L,Hkv,D]``, a layer's keys, then its values. by_head: the same as ``[N,Hkv,L,D]``.
+    """
+
+    def __init__(
+        self, plan: Plan, requests: list[int], shape: tuple[int, ...], dtype: torch.dtype, window: int | None
+    ) -> None:
+        q_heads, kv_heads, dim = shape
+        self.requests = torch.tensor(requests)
+        self.count = max(plan.counts[b] for b in requests)
+        self.is_all = len(requests) == len(plan.counts) and self.count == plan.count
+        context, lens = (torch.tensor(x)[self.requests] for x in (plan.contexts, plan.counts))
+        first = torch.tensor([_first_key(plan.contexts[b], window) for b in requests])
+        begin, end = first // KEY_TILE * KEY_TILE, context + lens
+        length = _padded(int((end - begin).max()), KEY_TILE)
+        position = begin[:, None] + torch.arange(length)
+        position = position.clamp(first[:, None], end[:, None] - 1)
+        page, slot = plan.locate(self.requests[:, None], position)
+        self.slots = (page * plan.page_size + slot).flatten()
+        self.fetched = torch.empty(len(self.slots), kv_heads, dim, dtype=dtype)
+        self.by_head = self.fetched.unflatten(0, (len(requests), length)).transpose(1, 2)
+        bias, idle = _bias(context, lens, self.count, q_heads // kv_heads, begin, length, window, None)
+        keys, values = torch.empty(2, len(requests), kv_heads, length, dim, dtype=torch.float32)
+        self.operands = _Operands((len(requests), self.count, q_heads, dim), keys, values, bias, idle)
+
+    def load(
+        self,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+    ) -> _Operands:
+        """The operands with a layer's keys and values."""
+        x = self.operands
+        for cache, factor, out in ((k_cache, k_scale, x.keys), (v_cache, v_scale, x.values)):
+            load(cache, self.slots, self.fetched)
+            out.copy_(self.by_head)
+            if factor is not None:
+                out *= factor[:, None, None]
+        return x
+
+
+def _first_key(context: int, window: int | None) -> int:
+    """The first position that a new token after ``context`` old ones sees."""
+    return 0 if window is None else max(context + 1 - window, 0)
+
+
+def _padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 class _Operands:
     """What the matrix products of a pass read, fp32, and the views of it that they take.
 
     Args:
-        q: ``[B,T,Hq,D]``, for its shape. keys, values: ``[B,Hkv,L,D]``, L a multiple of KEY_TILE. bias, idle: see :func:`_bias`.
+        shape: B, T, Hq and D. keys, values: ``[B,Hkv,L,D]``, L a multiple of KEY_TILE. bias, idle: see :func:`_bias`.
 
     Attributes:
         rows: ``[B*Hkv,R,D]``: the G query heads of a KV head and the T positions folded, R = T * G padded with zeros.
@@ -106,17 +198,17 @@ class _Operands:
 
     def __init__(
         self,
-        q: torch.Tensor,
+        shape: tuple[int, ...],
         keys: torch.Tensor,
         values: torch.Tensor,
         bias: torch.Tensor,
         idle: torch.Tensor | None,
     ) -> None:
-        batch, count, q_heads, dim = q.shape
+        batch, count, q_heads, dim = shape
         kv_heads, length = keys.shape[1:3]
         self.shape = (batch, count, kv_heads, q_heads // kv_heads, dim)
         self.keys, self.values, self.idle = keys, values, idle
-        rows = torch.zeros(batch, kv_heads, bias.shape[1], dim, dtype=torch.float32, device=q.device)
+        rows = torch.zeros(batch, kv_heads, bias.shape[1], dim, dtype=torch.float32, device=keys.device)
         self.rows = rows.flatten(0, 1)
         self.query = rows[:, :, : count * self.shape[3]].unflatten(2, (count, -1))
         if batch > 1:
@@ -188,18 +280,18 @@ def _bias(
     lens: torch.Tensor,
     count: int,
     group: int,
-    begin: int,
+    begin: torch.Tensor,
     length: int,
     window: int | None,
     tree_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """0 where a row sees a key, -inf elsewhere; fp32 ``[B,R,L]``: rows in the order (t, g), padded.
+    """0 where a row sees a key, -inf elsewhere; fp32 ``[B,R,L]``: rows in the order (t, g), padded; keys from begin ``[B]`` on.
 
     Second, bool ``[B,T]``: the positions that see nothing (t >= query_lens, or an empty tree mask), None if there are
     none. Their rows get 0 everywhere, lest they turn NaN; the caller clears their output.
     """
     device = context.device
-    key = begin + torch.arange(length, device=device)
+    key = begin[:, None] + torch.arange(length, device=device)  # [B,L]
     step = torch.arange(count, device=device)
     new = key - context[:, None]  # [B,L]; >= 0: index of a new position
     if tree_mask is None:
@@ -212,7 +304,7 @@ def _bias(
         sees = (new < 0)[:, None] | (bits.gather(2, new.clamp(0, 63)[:, None].expand(-1, count, -1)) > 0)
     sees = sees & (new < lens[:, None])[:, None] & (step < lens[:, None])[..., None]
     if window is not None:
-        sees = sees & (key > (context[:, None] + depth)[..., None] - window)
+        sees = sees & (key[:, None] > (context[:, None] + depth)[..., None] - window)
     idle = ~sees.any(-1)
     bias = torch.zeros(sees.shape, dtype=torch.float32, device=device).masked_fill_(~(sees | idle[..., None]), NEG_INF)
     bias = torch.nn.functional.pad(bias.repeat_interleave(group, 1), (0, 0, 0, -count * group % ROW_TILE))
