@@ -252,6 +252,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--plot", type=Path, metavar="ROWS", help="draw the rows of an earlier run, beside them, and stop"
     )
+    parser.add_argument("--readme", type=Path, help="write the tables of the committed rows into this file and stop")
     parser.add_argument("--out", type=Path, help=f"rows as JSON lines, such as {RESULTS.name}/batching.jsonl")
     return parser.parse_args(argv)
 

@@ -204,6 +204,7 @@ class ModelAdapter:
         *,
         rows: int | None = None,
         last_only: bool = False,
+        packed: bool = False,
     ) -> torch.Tensor:
         """One pass over the new tokens of B requests. Reads nothing back with ``fixed_shapes``.
 
@@ -214,9 +215,11 @@ class ModelAdapter:
             query_lens: int32 ``[B]``, new tokens of each request, 0 to T; None: T.
             rows: pad the rows of the matrix products to this many (see ``exactness.py``).
             last_only: logits of each request's last new token alone.
+            packed: logits of the new tokens alone, those of a request behind those of the one before; not with
+                ``fixed_shapes``.
 
         Returns:
-            logits ``[B,T,V]``, or ``[B,1,V]`` with ``last_only``; rows at or past query_lens are unspecified.
+            logits ``[B,T,V]``, or ``[B,1,V]`` with ``last_only``; rows at or past query_lens are unspecified. ``[N,V]`` if packed.
         """
         batch, count = tokens.shape
         ids, position, p = self._pack(tokens, cache, block_table, context_lens, query_lens)
@@ -234,6 +237,8 @@ class ModelAdapter:
             ).logits[0]
         if last_only:
             return (logits if keep else logits[ends])[:, None]
+        if packed:
+            return logits[: p.rows]
         return logits[p.take] if p.take is not None else logits[: p.rows].unflatten(0, (batch, count))
 
     def _pack(

@@ -169,6 +169,11 @@ class SamplingBatch:
             has_filters=any(p.has_filters for p in params),
         )
 
+    def of(self, requests: torch.Tensor) -> SamplingBatch:
+        """The parameters of some requests, int64 ``[B']``."""
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+        return replace(self, **{name: getattr(self, name)[requests] for name in names})
+
     def after(self, tokens: int) -> SamplingBatch:
         """The same parameters, ``tokens`` positions later."""
         return replace(self, position=self.position + tokens)

@@ -262,3 +262,19 @@ def test_memory_estimate():
     roomy = decoder("reads", None, 7, max_batch_size=4, max_seq_len=50).memory_estimate()
     assert roomy.pages == 4 * 10 * of_target
     assert roomy.draft_weights == 0
+
+
+@pytest.mark.parametrize("ks", [(0, 4, 0, 2), (0, 0, 0, 3), (1, 0, 4, 4)])
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 5, "top_p": 0.9}, {"method": "rejection", "seed": 5}])
+def test_requests_that_draft_are_judged_apart(params, ks):
+    """faults.md G4: beside requests that do not draft, with a slot at rest between them: texts and counts are those of each alone."""
+    params = dict(params)
+    method = params.pop("method", "auto")
+    each = [SamplingParams(**params, max_new_tokens=20 - 4 * i, num_draft_tokens=k) for i, k in enumerate(ks)]
+    drafter = DraftModel(toy_model(seed=1, num_hidden_layers=1))
+    options = {"method": method, "adaptive": False}
+    together = decoder("reads", drafter, **options).generate(PROMPTS, each)
+    for prompt, one, out in zip(PROMPTS, each, together, strict=True):
+        (alone,) = decoder("reads", drafter, **options).generate([prompt], one)
+        assert out.token_ids == alone.token_ids
+        assert (out.stats.drafted_at, out.stats.accepted_at) == (alone.stats.drafted_at, alone.stats.accepted_at)

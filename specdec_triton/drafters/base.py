@@ -59,6 +59,11 @@ class Drafts:
     lse: torch.Tensor | None = None
     failed: torch.Tensor | None = None
 
+    def of(self, requests: torch.Tensor, k: int) -> Drafts:
+        """The first k drafts of some requests, int64 ``[n']``."""
+        logits, lse = (None if x is None else x[requests, :k] for x in (self.logits, self.lse))
+        return Drafts(self.tokens[requests, :k], self.lens[requests], logits, lse)
+
 
 class DraftSession(ABC):
     """A drafter at work for one decoder, with what it remembers of each slot's request.

@@ -109,10 +109,12 @@ class Rounds:
         rows = slice(shape.rows)
         lens = torch.where(self._slots.live[rows], self._slots.lens[rows], 0)
         wanted, drafts = self._draft(shape, lens)
-        logits = self._verify(shape, lens, drafts)
+        packed = process is None and self._reads and drafts.tokens.shape[1] > 0 and int(drafts.lens.min()) == 0
+        logits = self._verify(shape, lens, drafts, packed)
         if process is not None:
             logits = process(drafts.tokens, drafts.lens, logits)
-        drafted, accepted = self._accept(rows, shape, drafts, logits, wanted)
+        result = (self._judge_apart if packed else self._judge)(rows, shape, drafts, logits)
+        drafted, accepted = self._commit(rows, drafts, result, wanted)
         if shape.adaptive:
             # A drafter that has to catch up first has not been heard yet.
             asked = wanted.clamp(max=shape.k) if self._session.seen is None else None
@@ -127,7 +129,7 @@ class Rounds:
         drafts = Drafts(lens.new_empty(1, 0, dtype=torch.int64), lens)
         if process is not None:
             logits = process(drafts.tokens, drafts.lens, logits)
-        self._accept(rows, shape, drafts, logits, self._slots.limits[rows])
+        self._commit(rows, drafts, self._judge(rows, shape, drafts, logits), self._slots.limits[rows])
 
     # Draft.
 
@@ -209,15 +211,16 @@ class Rounds:
             tokens, lse = one(shape.methods[0], logits, j)
             for method in shape.methods[1:]:
                 others, lse = one(method, logits, j)
-                tokens = torch.where(self._judged_by(method, slice(shape.rows)), others, tokens)
+                mine = self._slots.methods[: shape.rows] == ops.METHODS.index(method)
+                tokens = torch.where(mine, others, tokens)
             return tokens, lse
 
         return draw
 
     # Verify.
 
-    def _verify(self, shape: Shape, lens: torch.Tensor, drafts: Drafts) -> torch.Tensor:
-        """Score every draft and the place after it in one pass: logits ``[n,K+1,V]``."""
+    def _verify(self, shape: Shape, lens: torch.Tensor, drafts: Drafts, packed: bool) -> torch.Tensor:
+        """Score every draft and the place after it in one pass: logits ``[n,K+1,V]``, or packed (see ``forward``)."""
         s, n = self._slots, shape.rows
         context = (lens - 1).clamp(min=0)
         last = s.texts[:n, : shape.width].gather(1, context.long()[:, None])
@@ -227,26 +230,50 @@ class Rounds:
         table = self._cache.block_table[:n, : shape.columns]
         padded = self._pad(count) if shape.exact else None
         with self._phases("verify"):
-            return self._target.forward(tokens, self._cache, table, context, queries, rows=padded)
+            return self._target.forward(tokens, self._cache, table, context, queries, rows=padded, packed=packed)
 
     # Accept and commit.
 
-    def _accept(
-        self, rows: slice, shape: Shape, drafts: Drafts, logits: torch.Tensor, wanted: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the right prefix of each draft and the token that the target adds; drafts scored and kept, ``[n]`` each."""
-        params = self._slots.params(rows, shape.has_filters)
-        result = self._judge(shape.methods[0], drafts, logits, params)
+    def _judge(self, rows: slice, shape: Shape, drafts: Drafts, logits: torch.Tensor) -> ops.AcceptResult:
+        """Keep the right prefix of each draft and the token that the target adds."""
+        params, methods = self._slots.params(rows, shape.has_filters), self._slots.methods[rows]
+        return self._by_methods(shape, methods, drafts, logits, params)
+
+    def _judge_apart(self, rows: slice, shape: Shape, drafts: Drafts, logits: torch.Tensor) -> ops.AcceptResult:
+        """The same of packed logits ``[N,V]``: requests that drafted, and those that did not, so that the latter's logits are
+        not padded to K+1 rows."""
+        params, methods = self._slots.params(rows, shape.has_filters), self._slots.methods[rows]
+        scored = torch.where(self._slots.live[rows], drafts.lens + 1, 0)
+        first = scored.cumsum(0) - scored
+        n, width = len(drafts.lens), drafts.tokens.shape[1] + 1
+        tokens = drafts.tokens.new_full((n, width), ops.PAD)
+        accepted, status = torch.zeros_like(drafts.lens), torch.zeros_like(drafts.lens)
+        for some in ((drafts.lens > 0).nonzero()[:, 0], (drafts.lens == 0).nonzero()[:, 0]):
+            k = int(drafts.lens[some].max())
+            part = drafts.of(some, k)
+            row = first[some][:, None] + torch.minimum(self._steps[: k + 1], part.lens[:, None])
+            scores = logits[row.clamp(max=len(logits) - 1)]  # slots at rest have none
+            judged = self._by_methods(shape, methods[some], part, scores, params.of(some))
+            tokens[some, : k + 1], accepted[some], status[some] = judged
+        return ops.AcceptResult(tokens, accepted, status)
+
+    def _by_methods(
+        self, shape: Shape, methods: torch.Tensor, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch
+    ) -> ops.AcceptResult:
+        """Each request by its own method; methods: int32 ``[n]``."""
+        result = self._by_method(shape.methods[0], drafts, logits, params)
         for method in shape.methods[1:]:
-            other, mine = self._judge(method, drafts, logits, params), self._judged_by(method, rows)
+            other, mine = self._by_method(method, drafts, logits, params), methods == ops.METHODS.index(method)
             result = ops.AcceptResult(
                 torch.where(mine[:, None], other.tokens, result.tokens),
                 torch.where(mine, other.num_accepted, result.num_accepted),
                 torch.where(mine, other.status, result.status),
             )
-        return self._commit(rows, drafts, result, wanted)
+        return result
 
-    def _judge(self, method: str, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch) -> ops.AcceptResult:
+    def _by_method(
+        self, method: str, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch
+    ) -> ops.AcceptResult:
         by_probability = method in ops.BY_PROBABILITY
         with self._phases("accept"):
             return ops.accept_reject(
@@ -259,10 +286,6 @@ class Rounds:
                 method=method,
                 backend=self._backend,
             )
-
-    def _judged_by(self, method: str, rows: slice) -> torch.Tensor:
-        """Which of the rows' requests this method judges, bool ``[n]``."""
-        return self._slots.methods[rows] == ops.METHODS.index(method)
 
     def _commit(
         self, rows: slice, drafts: Drafts, result: ops.AcceptResult, wanted: torch.Tensor
