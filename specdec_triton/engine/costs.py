@@ -37,10 +37,10 @@ FOLDER = "costs"  # in the cache folder: a file for each combination of models a
 ROW_COST, DRAFT_COST = 0.05, 0.1  # guesses: shares of a pass of one row
 PROBING = 0.005  # of the time
 _SHORTEST_WAIT = 8.0  # a row that seems free may not be so on top of others
-_CONTEXT = 256  # tokens of each request while passes are timed
+_CONTEXT = 128  # tokens of each request while passes are timed
 _PAGE_SIZE = 16
 _MOST_REPEATS = 15
-_FORMAT = 1  # of the files: raise it when what is timed changes
+_FORMAT = 2  # of the files: raise it when what is timed changes
 
 Run = Callable[[], object]
 
@@ -204,7 +204,11 @@ def _powers(limit: int) -> list[int]:
 def _passes(
     adapter: ModelAdapter, slots: int, longest: int, rows_of: Callable[[int], int | None]
 ) -> Callable[[int, int], Run]:
-    """``(n, t) ->`` what does a pass of n requests, each with a context and t <= ``longest`` new tokens."""
+    """``(n, t) ->`` what does a pass of n requests with a context and n*t new tokens, t <= ``longest``.
+
+    Where rows are packed the drafts are those of few requests, ``longest - 1`` each, as the controller hands them out: such a
+    pass costs more than one of equal requests.
+    """
     context = _CONTEXT if adapter.max_len is None else min(_CONTEXT, adapter.max_len - longest)
     pages = -(-(context + longest) // _PAGE_SIZE)
     cache = adapter.new_cache(slots=slots, page_size=_PAGE_SIZE, num_pages=slots * pages)
@@ -214,8 +218,13 @@ def _passes(
     tokens = torch.arange(slots * longest, device=adapter.device).view(slots, longest) % adapter.vocab_size
 
     def new_pass(n: int, t: int) -> Run:
-        new, table, rows = tokens[:n, :t].contiguous(), cache.block_table[:n], rows_of(n * t)
-        return lambda: adapter.forward(new, cache, table, lens[:n], rows=rows)
+        table, rows = cache.block_table[:n], rows_of(n * t)
+        if adapter.fixed_shapes or n == 1 or t in (1, longest):
+            new = tokens[:n, :t].contiguous()
+            return lambda: adapter.forward(new, cache, table, lens[:n], rows=rows)
+        drafts = (n * (t - 1) - (longest - 1) * torch.arange(n)).clamp(0, longest - 1)
+        counts = (1 + drafts).to(torch.int32)
+        return lambda: adapter.forward(tokens[:n], cache, table, lens[:n], counts, rows=rows, packed=True)
 
     return new_pass
 
