@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec_triton.engine import controller as controllers
 from specdec_triton.engine.controller import DECAY, MEMORY, SHORT, STRENGTH, Controller
 from specdec_triton.engine.costs import PROBING, CostModel, Curve, usual_wait
 
 PACKED = pytest.mark.parametrize("packed", [True, False], ids=["packed", "uniform"])
 CERTAIN = 1e6  # judged drafts: the priors have no weight
+
+
+@pytest.fixture(autouse=True)
+def no_margin(monkeypatch):
+    """The best plan is the best by what is known; the margin for what is guessed has a test of its own."""
+    monkeypatch.setattr(controllers, "MARGIN", 0.0)
 
 
 def int32(values):
@@ -487,7 +494,7 @@ class _Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("packed", "most"), [(True, 74), (False, 66)], ids=["packed", "uniform"])
+@pytest.mark.parametrize(("packed", "most"), [(True, 75), (False, 67)], ids=["packed", "uniform"])
 def test_number_of_operations(packed, most):
     """1.7 us each on a CPU: together 0.3 % of a pass of 135M parameters."""
     controller = Controller(4, 8, "cpu", packed)
@@ -528,3 +535,14 @@ def test_restart(packed):
     controller.reset(0)
     controller.reset(1)
     assert rounds() == first
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_drafts_must_promise_more_than_a_little(packed, monkeypatch):
+    """A draft that is right in 10 % of all rounds: 1.1 tokens in 1.02, 1.07 or 1.2 of the time."""
+    for margin, row, k in ((0.05, 0.02, 1), (0.05, 0.07, 0), (0.0, 0.07, 1), (0.0, 0.2, 0)):
+        monkeypatch.setattr(controllers, "MARGIN", margin)
+        controller = Controller(1, 1, "cpu", packed=packed)
+        controller.reached.fill_(CERTAIN)
+        controller.kept.fill_(0.1 * CERTAIN)
+        assert controller.plan(1, int32([1]), torch.tensor([False]), linear(1, 1, row=row)).tolist() == [k]

@@ -26,6 +26,7 @@ from specdec_triton.engine.costs import Curve
 DECAY = 0.9  # of a request's counts, in each round that adds to them
 STRENGTH = 6.0  # of a prior, in judged drafts
 MEMORY = 100.0  # judged drafts, of any request, after which the decoder's rate is mostly a new one
+MARGIN = 0.05  # by which drafting must promise to be faster: the best of many guesses is a hopeful one
 SHORT = 1 / 8  # of the usual wait, after a probe that succeeded
 
 
@@ -158,6 +159,7 @@ class Controller:
         inside = gain * (place < depths)  # [k+1,n*k]
         rows = (inside > 0).cumsum(1) + given.sum()
         seconds = curve.target.take(rows) + torch.maximum(depths, given.amax()) * curve.draft
+        seconds[0].div_(1 + MARGIN)
         best = ((sure + inside.cumsum(1)) / seconds).argmax()
         depth, last = best // len(gain), best % len(gain)
         taken = (place < depth) & (self._steps[: len(gain)] <= last)
@@ -169,4 +171,5 @@ class Controller:
         depth = torch.maximum(self._steps[: k + 1], given.amax())  # the fixed requests' rows are there in any case
         seconds = curve.target.take(depth * n) + depth * curve.draft
         tokens = sure + torch.nn.functional.pad(gains.sum(0).cumsum(0), (1, 0))
+        seconds[0].div_(1 + MARGIN)
         return (tokens / seconds).argmax().int()
