@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import specdec_triton
+from specdec_triton.engine.costs import device_name
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -23,7 +24,7 @@ RESULTS = HERE / "results"
 def provenance() -> dict[str, Any]:
     """Device, versions and commit, for every row."""
     return {
-        "device": _device(),
+        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -40,17 +41,6 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _device() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        name = models[0] if models else name
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _commit() -> str:

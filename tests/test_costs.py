@@ -418,7 +418,7 @@ def test_the_fingerprint_tells_apart_what_costs_differently(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     keys.append(fingerprint(fake_adapter(), exact=True))
     monkeypatch.undo()
-    monkeypatch.setattr(module, "_processor", lambda: "another")
+    monkeypatch.setattr(module, "device_name", lambda device: "another")
     keys.append(fingerprint(fake_adapter(), exact=True))
     monkeypatch.undo()
     texts = [json.dumps(key, sort_keys=True) for key in keys]

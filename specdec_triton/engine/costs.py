@@ -298,7 +298,7 @@ def fingerprint(
         "drafter": _sizes(drafter) if hasattr(drafter, "model") else drafter,
         "exact": exact,
         "backend": ops.resolve_backend(backend, "verify_attention", torch.empty(0, device=device)),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
         "versions": versions,
     }
@@ -315,8 +315,10 @@ def _sizes(adapter: ModelAdapter) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
-    """The CPU's name where the system tells, and what PyTorch uses of it."""
+def device_name(device: torch.device) -> str:
+    """Of a GPU what its driver says; of a CPU its name, where the system tells, and what PyTorch uses of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:

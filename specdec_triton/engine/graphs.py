@@ -7,13 +7,14 @@ runs twice for a new key and not at all in a replay, so it must not count on sid
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
+
+from specdec_triton._warn import warn
 
 Step = Callable[[], object]
 
@@ -172,7 +173,7 @@ class StepGraphs:
             self._make_graph = None
             self.invalidate()
             reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-            warnings.warn(f"a step cannot be captured, so all run eagerly: {reason}", RuntimeWarning, stacklevel=3)
+            warn(f"a step cannot be captured, so all run eagerly: {reason}", RuntimeWarning)
         else:
             self._graphs[key] = graph
 

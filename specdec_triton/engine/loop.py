@@ -104,8 +104,8 @@ class Loop:
         self._graphs = graphs_for(device, limit=max(64, 2 * sizes * (num_draft_tokens + 1)))
         self._buffers: tuple[Any, ...] = ()
         self._depth = _DEPTH if target.fixed_shapes else 0
-        columns = len(COLUMNS) + MAX_DRAFT_TOKENS + 1
-        self._ring = ResultRing(device, max_batch_size + _DEPTH + 2, max_batch_size, columns)
+        largest = self._rounds.report(slice(None), MAX_DRAFT_TOKENS).shape
+        self._ring = ResultRing(device, max_batch_size + _DEPTH + 2, *largest)
         self._pending: deque[_InFlight] = deque()
         self._leaving: list[RequestHandle] = []
         self._last_wanted: int | None = None  # by the requests of the last round that adapt

@@ -125,8 +125,7 @@ class Rounds:
         """The token after a prompt, from its last row of logits ``[1,1,V]``; the slot is live from now on."""
         rows = slice(slot, slot + 1)
         self._slots.live[rows] = True
-        lens = torch.zeros_like(self._slots.lens[rows])
-        drafts = Drafts(lens.new_empty(1, 0, dtype=torch.int64), lens)
+        drafts = nothing(self._slots.lens[rows])
         if process is not None:
             logits = process(drafts.tokens, drafts.lens, logits)
         self._commit(rows, drafts, self._judge(rows, shape, drafts, logits), self._slots.limits[rows])
