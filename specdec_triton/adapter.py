@@ -82,21 +82,18 @@ def paged_attention(
 ) -> torch.Tensor:
     """Append the rows' keys and values ``[N,Hkv,D]`` to the pages, attend with q ``[N,Hq,D]``: ``[N,Hq,D]``."""
     k_cache, v_cache = p.cache.layer(layer)
-    total = len(q)
-    q, k, v = p.unpack(q), p.unpack(k), p.unpack(v)
     if p.plan is not None:
         append_planned(k, v, k_cache, v_cache, p.plan)
-        out = attend_planned(q, k_cache, v_cache, p.plan, scale, sliding_window, softcap, sinks)
-    else:
-        _append_kv(
-            k, v, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, None, None, False,
-            p.backend[0],
-        )  # fmt: skip
-        out = _verify_attention(
-            q, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, scale, None, sliding_window, softcap,
-            sinks, None, None, p.backend[1],
-        )  # fmt: skip
-    out = out.flatten(0, 1)
+        return attend_planned(q, k_cache, v_cache, p.plan, scale, sliding_window, softcap, sinks)
+    total = len(q)
+    q, k, v = p.unpack(q), p.unpack(k), p.unpack(v)
+    _append_kv(
+        k, v, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, None, None, False, p.backend[0]
+    )
+    out = _verify_attention(
+        q, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, scale, None, sliding_window, softcap,
+        sinks, None, None, p.backend[1],
+    ).flatten(0, 1)  # fmt: skip
     if p.put is not None:
         out = out.index_select(0, p.put)
     if len(out) < total:  # rows that only pad the matrix products

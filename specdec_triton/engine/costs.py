@@ -1,7 +1,10 @@
 """What passes cost on this machine: measured on a small grid, interpolated, and kept for later runs.
 
-Passes of n requests with t new tokens each are timed for a few n and t. Between the points seconds are linear in both; beyond
+Passes of n requests with d drafts in all are timed for a few n and d. Between the points seconds are linear in both; beyond
 them they go on as between the last two. They never fall as a pass grows: where a timing says so, it is noise.
+
+Where rows are packed the drafts of a timed pass are those of few requests, as the controller hands them out: the first of
+them costs a jump (rows are gathered, and attended to in groups), so there is a point for one draft of all.
 
 Without measurements an extra row costs 5 % of a pass of one row (3 to 6 % measured on CPUs for 135M parameters), and a pass
 of the drafter 10 %.
@@ -40,7 +43,8 @@ _SHORTEST_WAIT = 8.0  # a row that seems free may not be so on top of others
 _CONTEXT = 128  # tokens of each request while passes are timed
 _PAGE_SIZE = 16
 _MOST_REPEATS = 15
-_FORMAT = 2  # of the files: raise it when what is timed changes
+_DRAFTING = -1  # in place of a number of drafts: a pass of the drafter
+_FORMAT = 3  # of the files: raise it when what is timed changes
 
 Run = Callable[[], object]
 
@@ -64,7 +68,7 @@ class CostModel:
     """Seconds of passes; does not change.
 
     Args:
-        target: seconds by (requests, new tokens of each); empty: a guess, in passes of one row.
+        target: seconds by (requests, drafts of all of them); empty: a guess, in passes of one row.
         draft: seconds of a drafting pass by number of requests; empty: drafts are free; None: a guess.
         device: of the curves.
     """
@@ -95,7 +99,7 @@ class CostModel:
     def curve(self, n: int) -> Curve:
         """The costs of a round of n requests; made once for each n."""
         if n not in self._curves:
-            target = self._target_seconds(n, 1 + np.arange(n * MAX_DRAFT_TOKENS + 1) / n)
+            target = self._target_seconds(n, np.arange(n * MAX_DRAFT_TOKENS + 1))
             draft = self._draft_seconds(n)
             self._curves[n] = Curve(
                 upload(torch.from_numpy(target), torch.float32, self._device),
@@ -104,20 +108,20 @@ class CostModel:
             )
         return self._curves[n]
 
-    def _target_seconds(self, n: int, tokens: np.ndarray) -> np.ndarray:
-        """Seconds of passes of n requests with ``tokens`` ``[X]`` new tokens each, ascending; they may be fractions."""
+    def _target_seconds(self, n: int, drafts: np.ndarray) -> np.ndarray:
+        """Seconds of passes of n requests with ``drafts`` ``[X]`` drafts in all, ascending."""
         if not self.target:
-            return 1 + ROW_COST * (n * tokens - 1)
+            return 1 + ROW_COST * (n + drafts - 1)
         batches = sorted({batch for batch, _ in self.target})
         by_batch = []
         for batch in batches:
             points = [(count, seconds) for (of, count), seconds in self.target.items() if of == batch]
-            by_batch.append(_interpolate(tokens, *zip(*points, strict=True)))
+            by_batch.append(_interpolate(drafts, *zip(*points, strict=True)))
         return _growing(_interpolate(n, batches, _growing(by_batch)))
 
     def _draft_seconds(self, n: int) -> float:
         if self.draft is None:
-            return DRAFT_COST * float(self._target_seconds(1, np.ones(1))[0])
+            return DRAFT_COST * float(self._target_seconds(1, np.zeros(1))[0])
         return float(_interpolate(n, list(self.draft), _growing(list(self.draft.values())))) if self.draft else 0.0
 
 
@@ -156,7 +160,7 @@ def measure(
     max_k: int,
     rows_of: Callable[[int], int | None],
     known: CostModel | None = None,
-    seconds: float = 2.0,
+    seconds: float = 6.0,
     replay: Callable[[Run], Run] = lambda run: run,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostModel:
@@ -170,30 +174,40 @@ def measure(
         replay: turns a pass into what the decoder will run, such as a captured graph.
         clock: in seconds.
     """
-    batches, counts = _powers(slots), [1, *(1 + k for k in _powers(max_k))]
     if adapter.max_len is not None:
-        counts = [t for t in counts if t <= adapter.max_len]
+        max_k = min(max_k, adapter.max_len - 1)
+    batches = _powers(slots)
     target, draft = ({}, {}) if known is None else (dict(known.target), dict(known.draft or {}))
-    points = {(n, t) for n in batches for t in counts} - target.keys()
+    grid = {(n, d) for n in batches for d in _draft_counts(n, max_k, packed=not adapter.fixed_shapes)}
+    points = grid - target.keys()
     if drafting(1) is None:
         draft = {}
     else:
-        points |= {(n, 0) for n in batches if n not in draft}  # 0: a drafting pass
-    corners = {(n, t) for n, t in points if n in (1, slots) and t in (0, 1, counts[-1])}
-    new_pass = _passes(adapter, slots, counts[-1], rows_of)
+        points |= {(n, _DRAFTING) for n in batches if n not in draft}
+    corners = {(n, d) for n, d in points if n in (1, slots) and d in (_DRAFTING, 0, 1, n * max_k)}
+    new_pass = _passes(adapter, slots, max_k, rows_of)
 
-    def prepare(n: int, t: int) -> Run:
-        run = new_pass(n, t) if t else drafting(n)
+    def prepare(n: int, d: int) -> Run:
+        run = drafting(n) if d == _DRAFTING else new_pass(n, d)
         assert run is not None
         return replay(run)
 
-    first = sorted(points, key=lambda point: (point not in corners, point[0] * point[1]))
-    for (n, t), timed in _time(first, len(corners), prepare, seconds, _synchronized(clock, adapter.device)).items():
-        if t:
-            target[n, t] = timed
-        else:
+    first = sorted(points, key=lambda point: (point not in corners, sum(point)))
+    for (n, d), timed in _time(first, len(corners), prepare, seconds, _synchronized(clock, adapter.device)).items():
+        if d == _DRAFTING:
             draft[n] = timed
+        else:
+            target[n, d] = timed
     return CostModel(target, draft, device=adapter.device)
+
+
+def _draft_counts(n: int, max_k: int, packed: bool) -> set[int]:
+    """How many drafts the timed passes of n requests have."""
+    if max_k == 0:
+        return {0}
+    if n > 1 and packed:
+        return {0, 1, *(some * max_k for some in _powers(n))}
+    return {0, *(n * k for k in _powers(max_k))}
 
 
 def _powers(limit: int) -> list[int]:
@@ -202,13 +216,10 @@ def _powers(limit: int) -> list[int]:
 
 
 def _passes(
-    adapter: ModelAdapter, slots: int, longest: int, rows_of: Callable[[int], int | None]
+    adapter: ModelAdapter, slots: int, max_k: int, rows_of: Callable[[int], int | None]
 ) -> Callable[[int, int], Run]:
-    """``(n, t) ->`` what does a pass of n requests with a context and n*t new tokens, t <= ``longest``.
-
-    Where rows are packed the drafts are those of few requests, ``longest - 1`` each, as the controller hands them out: such a
-    pass costs more than one of equal requests.
-    """
+    """``(n, d) ->`` what does a pass of n requests with a context and d drafts in all."""
+    longest = max_k + 1
     context = _CONTEXT if adapter.max_len is None else min(_CONTEXT, adapter.max_len - longest)
     pages = -(-(context + longest) // _PAGE_SIZE)
     cache = adapter.new_cache(slots=slots, page_size=_PAGE_SIZE, num_pages=slots * pages)
@@ -217,14 +228,14 @@ def _passes(
     lens = torch.full((slots,), context, dtype=torch.int32, device=adapter.device)
     tokens = torch.arange(slots * longest, device=adapter.device).view(slots, longest) % adapter.vocab_size
 
-    def new_pass(n: int, t: int) -> Run:
-        table, rows = cache.block_table[:n], rows_of(n * t)
-        if adapter.fixed_shapes or n == 1 or t in (1, longest):
-            new = tokens[:n, :t].contiguous()
+    def new_pass(n: int, d: int) -> Run:
+        table, rows = cache.block_table[:n], rows_of(n + d)
+        if adapter.fixed_shapes or d in (0, n * max_k) or n == 1:  # the same for each request
+            new = tokens[:n, : 1 + d // n].contiguous()
             return lambda: adapter.forward(new, cache, table, lens[:n], rows=rows)
-        drafts = (n * (t - 1) - (longest - 1) * torch.arange(n)).clamp(0, longest - 1)
-        counts = (1 + drafts).to(torch.int32)
-        return lambda: adapter.forward(tokens[:n], cache, table, lens[:n], counts, rows=rows, packed=True)
+        counts = (1 + (d - max_k * torch.arange(n)).clamp(0, max_k)).to(torch.int32)
+        new = tokens[:n, : int(counts[0])]
+        return lambda: adapter.forward(new, cache, table, lens[:n], counts, rows=rows, packed=True)
 
     return new_pass
 
@@ -332,9 +343,10 @@ def load(key: Mapping[str, Any], *, device: torch.device | str = "cpu") -> CostM
     """What was kept under the key; None if nothing was, or if it cannot be read."""
     try:
         kept = json.loads(_path(key).read_text(encoding="utf-8"))
-        target = {(n, t): seconds for n, t, seconds in kept["target"]}
+        target = {(n, d): seconds for n, d, seconds in kept["target"]}
         draft = dict(kept["draft"])
-        whole = all(type(x) is int and x > 0 for x in (*(x for point in target for x in point), *draft))
+        whole = all(type(n) is int and n > 0 for n in (*(n for n, _ in target), *draft))
+        whole = whole and all(type(d) is int and d >= 0 for _, d in target)
         timed = all(type(x) is float and 0 < x < math.inf for x in (*target.values(), *draft.values()))
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -346,7 +358,7 @@ def save(costs: CostModel, key: Mapping[str, Any]) -> None:
     path = _path(key)
     content = {
         "key": key,
-        "target": [[n, t, seconds] for (n, t), seconds in costs.target.items()],
+        "target": [[n, d, seconds] for (n, d), seconds in costs.target.items()],
         "draft": [[n, seconds] for n, seconds in (costs.draft or {}).items()],
     }
     text = json.dumps(content, indent=1)

@@ -115,7 +115,7 @@ class Rounds:
             logits = process(drafts.tokens, drafts.lens, logits)
         result = (self._judge_apart if packed else self._judge)(rows, shape, drafts, logits)
         drafted, accepted = self._commit(rows, drafts, result, wanted)
-        if shape.adaptive:
+        if shape.adaptive and not (self._reads and drafts.tokens.shape[1] == 0):  # of no drafts nothing is learnt
             # A drafter that has to catch up first has not been heard yet.
             asked = wanted.clamp(max=shape.k) if self._session.seen is None else None
             self._controller.update(shape.rows, drafted, accepted, asked)

@@ -30,7 +30,10 @@ def append_kv(
     if v_scale is not None:
         v = v / v_scale[:, None]
     if k.device.type == "cpu":
-        append_planned(k, v, k_cache, v_cache, make_plan(block_table, context_lens, query_lens, count, page_size))
+        plan = make_plan(block_table, context_lens, query_lens, count, page_size)
+        take, *_ = plan.new()
+        k, v = (x.flatten(0, 1) if take is None else x.flatten(0, 1).index_select(0, take) for x in (k, v))
+        append_planned(k, v, k_cache, v_cache, plan)
     else:
         append_on_device(k, v, k_cache, v_cache, block_table, context_lens, query_lens)
 
@@ -59,12 +62,16 @@ def append_on_device(
 
 
 def append_planned(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan) -> None:
-    """The CPU path: one indexed write per cache."""
-    take, page, slot = plan.new()
+    """The CPU path: one indexed write per cache.
+
+    Args:
+        k, v: ``[N,Hkv,D]``, the new tokens of the plan's requests, one behind the other; more rows are not read.
+    """
+    _, page, slot = plan.new()
     if len(page) == 0:
         return
     for x, cache in ((k, k_cache), (v, v_cache)):
-        rows = x.flatten(0, 1) if take is None else x.flatten(0, 1).index_select(0, take)
+        rows = x[: len(page)]
         store(cache, page, slot, rows if rows.dtype == cache.dtype else _stored(rows, cache))
 
 

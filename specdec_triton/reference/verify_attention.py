@@ -51,7 +51,12 @@ def verify_attention(
         return torch.zeros_like(q)
     if q.device.type == "cpu" and tree_mask is None:
         plan = make_plan(block_table, context_lens, query_lens, count, page_size)
-        return attend_planned(q, k_cache, v_cache, plan, scale, sliding_window, softcap, sinks, k_scale, v_scale)
+        options = (scale, sliding_window, softcap, sinks, k_scale, v_scale)
+        rows, (take, *_) = q.flatten(0, 1), plan.new()
+        if take is None:
+            return attend_planned(rows, k_cache, v_cache, plan, *options).view_as(q)
+        out = attend_planned(rows.index_select(0, take), k_cache, v_cache, plan, *options)
+        return torch.zeros_like(rows).index_copy_(0, take, out).view_as(q)
     context = context_lens.long()
     lens = torch.full_like(context, count) if query_lens is None else query_lens.long()
     # Keys below the window of every row may lie in freed pages. A node with an empty mask has depth -1.
@@ -79,8 +84,15 @@ def attend_planned(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The CPU path for chains: only the tiles that hold a key are touched, and one plan serves all layers of a pass."""
-    shape = (q.shape[2], *k_cache.shape[2:])
+    """The CPU path for chains: only the tiles that hold a key are touched, and one plan serves all layers of a pass.
+
+    Args:
+        q: ``[N,Hq,D]``, the new positions of the plan's requests, one behind the other; more rows are padding.
+
+    Returns:
+        ``[N,Hq,D]``; finite in rows of padding.
+    """
+    shape = (q.shape[1], *k_cache.shape[2:])
 
     def make() -> list[_Group]:
         return [
@@ -89,14 +101,15 @@ def attend_planned(
         ]
 
     groups: list[_Group] = plan.keep(("groups", shape, k_cache.dtype, sliding_window), make)
-    if len(groups) == 1 and groups[0].is_all:
+    total = sum(plan.counts)
+    if len(q) == total and len(groups) == 1 and groups[0].is_all:
         return _attend_heads(q, groups[0].load(k_cache, v_cache, k_scale, v_scale), scale, softcap, sinks)
-    out = torch.zeros_like(q)
+    out = q.new_zeros(max(len(q), total + 1), *q.shape[1:])
     for group in groups:
-        mine = q[:, : group.count].index_select(0, group.requests)
+        mine = q.index_select(0, group.rows)
         mine = _attend_heads(mine, group.load(k_cache, v_cache, k_scale, v_scale), scale, softcap, sinks)
-        out[:, : group.count].index_copy_(0, group.requests, mine)
-    return out
+        out.index_copy_(0, group.into, mine)
+    return out[: len(q)]
 
 
 def _partition(plan: Plan, shape: tuple[int, ...], window: int | None) -> list[list[int]]:
@@ -131,7 +144,8 @@ class _Group:
         shape: Hq, Hkv and D. dtype: the caches'.
 
     Attributes:
-        requests: int64 ``[N]``. count: the most new positions that one of them has. is_all: the group is the batch.
+        rows: int64 ``[N*T]``: where their T new positions each lie in the pass's rows; a request that has fewer repeats its
+            last. into: the same, but those repeated go to one row behind all. is_all: rows are 0, 1, 2, ... of the pass.
         slots: int64 ``[N*L]``, counted through all pages: where the L keys from each request's first tile on lie. Beside
             the keys it has, the nearest is repeated, which no row sees: nothing else may be read.
         fetched: ``[N*L,Hkv,D]``, a layer's keys, then its values. by_head: the same as ``[N,Hkv,L,D]``.
@@ -141,22 +155,27 @@ class _Group:
         self, plan: Plan, requests: list[int], shape: tuple[int, ...], dtype: torch.dtype, window: int | None
     ) -> None:
         q_heads, kv_heads, dim = shape
-        self.requests = torch.tensor(requests)
-        self.count = max(plan.counts[b] for b in requests)
-        self.is_all = len(requests) == len(plan.counts) and self.count == plan.count
-        context, lens = (torch.tensor(x)[self.requests] for x in (plan.contexts, plan.counts))
+        chosen = torch.tensor(requests)
+        counts = torch.tensor(plan.counts)
+        context, lens = torch.tensor(plan.contexts)[chosen], counts[chosen]
+        count, total = int(lens.max()), int(counts.sum())
+        self.is_all = len(requests) * count == total
+        step = torch.arange(count)
+        row = (counts.cumsum(0) - counts)[chosen, None] + step
+        self.into = row.masked_fill(step >= lens[:, None], total).flatten()
+        self.rows = torch.minimum(row, row[:, :1] + lens[:, None] - 1).flatten()
         first = torch.tensor([_first_key(plan.contexts[b], window) for b in requests])
         begin, end = first // KEY_TILE * KEY_TILE, context + lens
         length = _padded(int((end - begin).max()), KEY_TILE)
         position = begin[:, None] + torch.arange(length)
         position = position.clamp(first[:, None], end[:, None] - 1)
-        page, slot = plan.locate(self.requests[:, None], position)
+        page, slot = plan.locate(chosen[:, None], position)
         self.slots = (page * plan.page_size + slot).flatten()
         self.fetched = torch.empty(len(self.slots), kv_heads, dim, dtype=dtype)
         self.by_head = self.fetched.unflatten(0, (len(requests), length)).transpose(1, 2)
-        bias, idle = _bias(context, lens, self.count, q_heads // kv_heads, begin, length, window, None)
+        bias, _ = _bias(context, lens, count, q_heads // kv_heads, begin, length, window, None)
         keys, values = torch.empty(2, len(requests), kv_heads, length, dim, dtype=torch.float32)
-        self.operands = _Operands((len(requests), self.count, q_heads, dim), keys, values, bias, idle)
+        self.operands = _Operands((len(requests), count, q_heads, dim), keys, values, bias, None)
 
     def load(
         self,
