@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.common import RESULTS, provenance, write_rows
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
 from specdec_triton.adapter import ModelAdapter
-from specdec_triton.engine.round import Shape
+from specdec_triton.engine.shapes import Shape
 from specdec_triton.tracing import Trace
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ def drafter(kind: str, name: str) -> Any:
 
 def count(decoder: SpeculativeDecoder, shape: Shape, context: int) -> dict[str, Any]:
     """A round's launches and bytes; a copy from the host counts as an upload."""
-    decoder._loop._rounds.costs.curve(shape.rows)  # made once for each batch size
+    decoder._loop.rounds.costs.curve(shape.rows)  # made once for each batch size
     passes: list[int] = []
     forward = ModelAdapter.forward
 
@@ -72,7 +72,7 @@ def count(decoder: SpeculativeDecoder, shape: Shape, context: int) -> dict[str, 
     ModelAdapter.forward = counted  # type: ignore[method-assign]
     try:
         with Trace(context=context) as trace:
-            decoder._loop._rounds.run(shape)
+            decoder._loop.rounds.run(shape)
     finally:
         ModelAdapter.forward = forward  # type: ignore[method-assign]
     around = ("specdec.accept_reject", "specdec.sample", "specdec.ngram_propose")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -15,7 +14,8 @@ import torch
 import transformers
 
 import specdec_triton
-from specdec_triton.engine.costs import device_name
+from specdec_triton._versions import version
+from specdec_triton.engine.cost_files import device_name
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -33,14 +33,6 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": _commit(),
     }
-
-
-def version(package: str) -> str | None:
-    """Of an installed distribution; None: it is not there."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str:

@@ -106,6 +106,43 @@ class InvariantRows:
         return torch.equal(together, torch.cat([score(t, t + 1) for t in range(length)]))
 
 
+class ExactPasses:
+    """Pads the passes of one decoder, unless exactness is off or turns out not to be available.
+
+    Args:
+        exact: True: or else raise; None: if it is available; False: not at all.
+        unavailable: is told, once, why it is not.
+    """
+
+    def __init__(
+        self, adapter: ModelAdapter, exact: bool | None, unavailable: Callable[[ExactnessError], None]
+    ) -> None:
+        self._adapter = adapter
+        self._exact = exact
+        self._unavailable = unavailable
+
+    def wanted(self, depends: bool) -> bool:
+        """Whether a pass is to be exact. depends: a text may depend on its bits."""
+        return self._exact is not False and (bool(self._exact) or depends)
+
+    def pad(self, rows: int) -> int | None:
+        """The next row count whose bits do not depend on it; None where there is no exactness.
+
+        Raises:
+            ExactnessError: there is none, and exactness was asked for.
+        """
+        if self._exact is False or self._adapter.device.type == "meta":
+            return None
+        try:
+            return self._adapter.invariant_rows().pad(rows)
+        except ExactnessError as error:
+            if self._exact:
+                raise
+            self._exact = False
+            self._unavailable(error)
+            return None
+
+
 class _Probe:
     """A function of rows, and what it gives for ``inputs [R,...]`` in passes of ``canonical`` rows."""
 

@@ -15,8 +15,8 @@ from specdec_triton.testing import ScriptedDrafter, always_right, always_wrong, 
 PROMPTS = [[3, 5, 7, 3, 5, 7, 3, 5, 7, 11, 3], [2, 9], [60], [20, 21, 22, 23]]
 NEW = 90
 MODES = pytest.mark.parametrize("mode", ["reads", "device"])
-DEAR = {(n, t): 1.0 + (t - 1) for n in (1, 8) for t in (1, 5)}  # seconds: a row costs as much as a pass
-CHEAP = {(n, t): 1.0 + 0.02 * (t - 1) for n in (1, 8) for t in (1, 5)}
+DEAR = {(n, n * k): 1.0 + k for n in (1, 8) for k in (0, 4)}  # seconds: a row costs as much as a pass
+CHEAP = {(n, n * k): 1.0 + 0.02 * k for n in (1, 8) for k in (0, 4)}
 
 
 @lru_cache
@@ -38,7 +38,7 @@ def known():
 def decoder(mode, drafter, k=4, *, costs=None, **options):
     engine = SpeculativeDecoder(target(mode), drafter, num_draft_tokens=k, page_size=5, exact=False, **options)
     if costs is not None:
-        engine._loop._rounds.costs = CostModel(costs, {})
+        engine._loop.rounds.costs = CostModel(costs, {})
     return engine
 
 
@@ -95,7 +95,7 @@ def test_costs_decide(mode):
 @MODES
 def test_a_large_batch_may_not_pay(mode):
     """Rows are free in a batch of one and dear in a batch of eight: speculation goes off when the others come."""
-    costs = {(1, 1): 1.0, (1, 5): 1.05, (8, 1): 1.0, (8, 5): 9.0}
+    costs = {(1, 0): 1.0, (1, 4): 1.05, (8, 0): 1.0, (8, 32): 9.0}
     alone = decoder(mode, DraftModel(target().model), costs=costs).generate([PROMPTS[1]], greedy(max_new_tokens=30))
     together = decoder(mode, DraftModel(target().model), costs=costs).generate(
         [PROMPTS[1]] * 8, greedy(max_new_tokens=30)
@@ -103,6 +103,23 @@ def test_a_large_batch_may_not_pay(mode):
     assert alone[0].stats.accepted > 15
     assert sum(out.stats.accepted for out in together[1:]) < 30
     assert {tuple(out.token_ids) for out in (*alone, *together)} == {tuple(plain()[1][:30])}
+
+
+@pytest.mark.parametrize("talkative", [1, len(PROMPTS)])
+def test_free_drafts_are_chosen_among_those_that_were_found(talkative):
+    """The first draft of a round is dear: it pays if all requests have drafts, not if only one of them finds any."""
+    costs = {(n, d): 1.0 + (0.25 + 0.01 * d if d else 0.0) for n in (1, 8) for d in (0, 1, 4 * n)}
+    chosen = {tuple(prompt) for prompt in PROMPTS[:talkative]}
+    right = always_right(known())
+
+    def script(text, limit):
+        return right.script(text, min(limit, 1)) if any(tuple(text[: len(p)]) == p for p in chosen) else []
+
+    outputs = decoder("reads", ScriptedDrafter(script), costs=costs).generate(PROMPTS, greedy())
+    assert [out.token_ids for out in outputs] == plain()
+    accepted = sum(out.stats.accepted for out in outputs)
+    assert (accepted > 100) == (talkative > 1)
+    assert (accepted < 10) == (talkative == 1)  # probes
 
 
 @MODES
@@ -114,7 +131,7 @@ def test_a_draft_model_catches_up_before_it_drafts_again(mode):
         engine.step()
     behind = len(handle) - handle.seen
     before = handle.stats.accepted
-    engine._loop._rounds.costs = CostModel(CHEAP, {})
+    engine._loop.rounds.costs = CostModel(CHEAP, {})
     engine.run()
     assert behind > 20
     assert handle.token_ids == plain()[0]
@@ -125,13 +142,13 @@ def test_a_draft_model_catches_up_before_it_drafts_again(mode):
 def depths(engine):
     """K of each round, as the device got it."""
     seen = []
-    run = engine._loop._rounds.run
+    run = engine._loop.rounds.run
 
     def noted(shape, process=None):
         seen.append(shape.k)
         return run(shape, process)
 
-    engine._loop._rounds.run = noted
+    engine._loop.rounds.run = noted
     return seen
 
 
@@ -140,7 +157,7 @@ def test_a_drafter_that_finds_nothing_costs_no_rows():
     model = ModelAdapter(toy_model())
     model.fixed_shapes = True
     engine = SpeculativeDecoder(model, PromptLookup(max_ngram=9, min_ngram=9), exact=False)
-    engine._loop._rounds.costs = CostModel({(1, 1): 1.0, (1, 5): 1.8}, {})
+    engine._loop.rounds.costs = CostModel({(1, 0): 1.0, (1, 4): 1.8}, {})
     seen = depths(engine)
     (out,) = engine.generate([PROMPTS[1]], greedy())
     assert out.token_ids == plain()[1]
@@ -206,13 +223,13 @@ def test_tuning(monkeypatch, tmp_path):
     """Measured once, kept, and found again by a later decoder; plain decoders have nothing to tune."""
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     first = decoder("reads", DraftModel(toy_model(seed=1, num_hidden_layers=1)), max_batch_size=2)
-    assert not first._loop._rounds.costs.target
+    assert not first._loop.rounds.costs.target
     costs = first.tune()
-    assert {(1, 1), (1, 5), (2, 1), (2, 5)} <= costs.target.keys()
+    assert {(1, 0), (1, 4), (2, 0), (2, 1), (2, 8)} <= costs.target.keys()
     assert costs.draft.keys() >= {1, 2}
     later = decoder("reads", DraftModel(toy_model(seed=1, num_hidden_layers=1)), max_batch_size=2)
-    assert later._loop._rounds.costs.target == costs.target
-    assert not decoder("reads", PromptLookup())._loop._rounds.costs.target  # another drafter
+    assert later._loop.rounds.costs.target == costs.target
+    assert not decoder("reads", PromptLookup())._loop.rounds.costs.target  # another drafter
     for drafter, k in ((NoDraft(), 4), (PromptLookup(), 0)):
         with pytest.raises(ValueError, match="never drafts"):
             decoder("reads", drafter, k).tune()
@@ -223,22 +240,22 @@ def test_what_was_measured_of_larger_batches_is_kept(monkeypatch, tmp_path):
     large = decoder("reads", PromptLookup(), max_batch_size=4).tune()
     small = decoder("reads", PromptLookup(), max_batch_size=1).tune()
     assert small.target.keys() == large.target.keys()
-    assert decoder("reads", PromptLookup(), max_batch_size=4)._loop._rounds.costs.target == small.target
-    assert not decoder("reads", PromptLookup(), max_batch_size=8)._loop._rounds.costs.target  # larger than was measured
+    assert decoder("reads", PromptLookup(), max_batch_size=4)._loop.rounds.costs.target == small.target
+    assert not decoder("reads", PromptLookup(), max_batch_size=8)._loop.rounds.costs.target  # larger than was measured
 
 
 def test_warmup_measures_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     engine = decoder("reads", PromptLookup(), 2, max_batch_size=1)
     engine.warmup()
-    measured = engine._loop._rounds.costs.target
-    assert measured.keys() == {(1, 1), (1, 2), (1, 3)}
+    measured = engine._loop.rounds.costs.target
+    assert measured.keys() == {(1, 0), (1, 1), (1, 2)}
     again = decoder("reads", PromptLookup(), 2, max_batch_size=1)
     again.warmup()
-    assert again._loop._rounds.costs.target == measured
+    assert again._loop.rounds.costs.target == measured
     for plain_one in (decoder("reads", NoDraft()), decoder("reads", PromptLookup(), adaptive=False)):
         plain_one.warmup()
-        assert not plain_one._loop._rounds.costs.target
+        assert not plain_one._loop.rounds.costs.target
 
 
 # Memory.

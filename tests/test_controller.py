@@ -325,7 +325,7 @@ def test_probing_costs_less_than_1_percent_where_only_better_drafts_would_pay(pa
 @PACKED
 def test_no_probes_where_certain_drafts_would_not_pay(packed):
     """Off because of costs, not because of the text: nothing can be learnt that would change it."""
-    never = CostModel({(1, 1): 1.0, (1, 2): 1.5}, {1: 0.6}).curve(1)
+    never = CostModel({(1, 0): 1.0, (1, 1): 1.5}, {1: 0.6}).curve(1)
     assert lost_by_probing(Simulation(packed, curve=never), 1200, 0.95) == 0
 
 
@@ -448,7 +448,7 @@ def test_packed_requests_are_probed_one_by_one():
     assert plan.tolist() == [1, 0, 0, 1]
     controller.update(4, plan, int32([0, 0, 0, 1]))
     assert controller.patience.tolist() == [1, 1, 1, SHORT]
-    assert controller.idle.tolist() == [0, 4, 0, 0]
+    assert controller.idle.tolist() == [0, 4, 16, 0]  # the third had nothing to draft
 
 
 # On the device.
@@ -494,7 +494,7 @@ class _Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("packed", "most"), [(True, 75), (False, 67)], ids=["packed", "uniform"])
+@pytest.mark.parametrize(("packed", "most"), [(True, 76), (False, 67)], ids=["packed", "uniform"])
 def test_number_of_operations(packed, most):
     """1.7 us each on a CPU: together 0.3 % of a pass of 135M parameters."""
     controller = Controller(4, 8, "cpu", packed)
@@ -508,7 +508,7 @@ def test_number_of_operations(packed, most):
 def test_requests_that_cannot_draft_have_a_share_in_every_pass():
     """Seven that draft nothing make a wrong draft of the eighth eight times as dear: it delays them too."""
     limits, fixed = int32([4] + [0] * 7), torch.zeros(8, dtype=torch.bool)
-    curve = CostModel({(8, 1): 1.0, (8, 2): 1.8}, {}).curve(8)  # a row more: 0.1
+    curve = CostModel({(8, 0): 1.0, (8, 8): 1.8}, {}).curve(8)  # a row more: 0.1
     plans = {}
     for count in (1, 8):
         controller = Controller(8, 4, "cpu", packed=True)

@@ -84,7 +84,7 @@ def test_no_step_waits_for_the_device(drafter, params, adaptive):
     assert all(handle.decoding for handle in handles)
     assert all(len(handle.token_ids) >= 3 for handle in handles)
     with Trace(strict=True) as trace:  # no new request, no new page: nothing goes to the device either
-        decoder._loop._rounds.run(decoder._loop._make_room())
+        decoder._loop.rounds.run(decoder._loop._make_room())
     assert trace.uploads == 0
     assert trace.launches > 100
 
@@ -113,7 +113,7 @@ def test_launches_of_a_round(kind, monkeypatch):
                 shape = decoder._loop._make_room()
             passes.clear()
             with Trace(context=100) as trace:
-                decoder._loop._rounds.run(shape)
+                decoder._loop.rounds.run(shape)
             assert len(passes) == (5 if name == "model" else 1)
             own = {op: cost.launches for op, cost in trace.by_op.items() if op.startswith("specdec.")}
             assert own.pop("specdec.accept_reject") == 2
@@ -188,11 +188,11 @@ def test_a_captured_round_reads_the_decoders_own_buffers():
     decoder.generate(PROMPTS[:3], SamplingParams(temperature=0, max_new_tokens=12))
     loop = decoder._loop
     known = [*device_like().model.parameters(), *device_like().model.buffers(), loop.cache.block_table]
-    known += [loop._slots.texts, loop._slots.stop_ids, *loop._slots._columns, loop._rounds._report]
-    known += [loop._rounds._steps, loop._rounds._zeros]
+    known += [loop._slots.texts, loop._slots.stop_ids, *loop._slots._columns, loop.rounds._report]
+    known += [loop.rounds._steps, loop.rounds._zeros]
     known += [pool for i in range(2) for pool in loop.cache.layer(i)]
-    known += [x for x in vars(loop._rounds._controller).values() if isinstance(x, torch.Tensor)]
-    known += [x for n in (1, 2, 4, 8) for x in loop._rounds.costs.curve(n)[:2]]
+    known += [x for x in vars(loop.rounds._controller).values() if isinstance(x, torch.Tensor)]
+    known += [x for n in (1, 2, 4, 8) for x in loop.rounds.costs.curve(n)[:2]]
     addresses = {(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in known}
     graphs = list(loop._graphs._graphs.values())
     assert graphs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_triton import __version__
+from specdec_triton._versions import version as version_of
 from specdec_triton.cli.common import write
 from specdec_triton.models import cache_dir, smollm2_status
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> dict[str, Any]:
     """Everything that the command shows. Packages that are missing or too old are ``problems``, not exceptions."""
-    versions = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
+    versions = {name: version_of(name) for name in (*REQUIRED, *OPTIONAL)}
     problems = []
     for name, lowest in (REQUIRED | OPTIONAL).items():
         version = versions[name]
@@ -65,13 +65,6 @@ def examine() -> dict[str, Any]:
         found["ops"] = _ops(found["device"])
         problems += [f"{op}: {chosen['why']}" for op, chosen in found["ops"].items() if chosen["backend"] is None]
     return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -95,21 +95,21 @@ def choose(curve: Curve, n: int, max_k: int, rate: float, packed: bool) -> list[
 
 def as_json(costs: CostModel) -> dict[str, Any]:
     return {
-        "passes": [{"batch_size": n, "tokens": t, "seconds": seconds} for (n, t), seconds in costs.target.items()],
+        "passes": [{"batch_size": n, "drafts": d, "seconds": seconds} for (n, d), seconds in costs.target.items()],
         "drafting_passes": [{"batch_size": n, "seconds": seconds} for n, seconds in (costs.draft or {}).items()],
     }
 
 
 def as_text(costs: CostModel, choices: list[dict[str, Any]]) -> str:
-    """Two tables: milliseconds by batch and new tokens of each request, and K by batch and acceptance."""
-    counts = sorted({t for _, t in costs.target})
-    passes = [["batch", *(f"{t} token{'s' * (t > 1)}" for t in counts), *(["a draft"] if costs.draft else [])]]
+    """Two tables: milliseconds by batch and drafts of all its requests, and K by batch and acceptance."""
+    counts = sorted({d for _, d in costs.target})
+    passes = [["batch", *(f"{d} draft{'s' * (d != 1)}" for d in counts), *(["drafting"] if costs.draft else [])]]
     chosen = [["batch", *(f"{rate:.0%}" for rate in ACCEPTANCE)]]
     for n in sorted({n for n, _ in costs.target}):
-        times = [costs.target.get((n, t)) for t in counts] + ([costs.draft.get(n)] if costs.draft else [])
+        times = [costs.target.get((n, d)) for d in counts] + ([costs.draft.get(n)] if costs.draft else [])
         passes.append([str(n), *("-" if time is None else f"{1000 * time:.1f}" for time in times)])
         chosen.append([str(n), *(_spread(choice["k"]) for choice in choices if choice["batch_size"] == n)])
-    return f"ms a pass, by new tokens of each request\n{_table(passes)}\ndrafts, by acceptance\n{_table(chosen)}"
+    return f"ms a pass, by drafts of the whole batch\n{_table(passes)}\ndrafts of a request, by acceptance\n{_table(chosen)}"
 
 
 def _spread(numbers: list[int]) -> str:

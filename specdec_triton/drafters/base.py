@@ -70,6 +70,8 @@ class DraftSession(ABC):
 
     Attributes:
         silent: it never drafts.
+        free: drafts cost next to nothing, so that more may be asked for than will be verified; if not, :meth:`drafting` says
+            what is to be timed.
         max_len: texts longer than this get no drafts; None: no limit.
         version: increases when a tensor that :meth:`propose` reads or writes is replaced.
         seen: int32 ``[slots]``, how much of each text the session has processed; a request of which more than two
@@ -79,7 +81,7 @@ class DraftSession(ABC):
     """
 
     silent: bool = False
-
+    free: bool = True
     max_len: int | None = None
     version: int = 0
     seen: torch.Tensor | None = None
@@ -110,9 +112,9 @@ class DraftSession(ABC):
     def swap_in(self, slot: int, saved: Any) -> None:
         """Bring a request back."""
 
-    def drafting(self, n: int) -> Callable[[], object] | None:
-        """A function that does the work of drafting one token for n requests, to be timed; None: it is free."""
-        return None
+    def drafting(self, n: int) -> Callable[[], object]:
+        """A function that does the work of drafting one token for n requests, to be timed; not of sessions that are free."""
+        raise NotImplementedError
 
 
 class Drafter(ABC):

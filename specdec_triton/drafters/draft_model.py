@@ -71,6 +71,7 @@ class _Session(DraftSession):
 
     adapter: ModelAdapter
     seen: torch.Tensor
+    free = False
 
     def __init__(self, adapter: ModelAdapter, cache: KVCache, vocab_size: int, slots: int, one_width: bool) -> None:
         self.adapter = adapter
@@ -177,7 +178,7 @@ class _Session(DraftSession):
             drafts.lse = torch.stack(all_lse, 1)
         return drafts
 
-    def drafting(self, n: int) -> Callable[[], object] | None:
+    def drafting(self, n: int) -> Callable[[], object]:
         pages = self.adapter.new_cache(slots=n, page_size=self._cache.page_size, num_pages=0, growable=True)
         context = min(_MEASURED, (self.max_len or _MEASURED) - 1)
         for slot in range(n):

@@ -23,6 +23,7 @@ from specdec_triton.engine.loop import Loop
 from specdec_triton.engine.memory import MemoryEstimate, estimate
 from specdec_triton.engine.request import GenerationOutput, RequestHandle
 from specdec_triton.engine.stats import DecoderStats
+from specdec_triton.engine.warmup import Warmup
 from specdec_triton.errors import OutOfPagesError
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingParams, draw_seed
 
@@ -104,9 +105,12 @@ class SpeculativeDecoder:
             exact=exact,
             backend=backend,
         )
+        self._warmup = Warmup(
+            self._loop, num_draft_tokens=num_draft_tokens, max_batch_size=max_batch_size, exact=exact, backend=backend
+        )
         self._drafts_adaptively = adaptive and num_draft_tokens > 0 and not self._loop.session.silent
         if self._drafts_adaptively:
-            self._loop.recall_costs()
+            self._warmup.recall_costs()
         self._arrivals = count()
         device = self._target.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -318,11 +322,11 @@ class SpeculativeDecoder:
         with self._turn():
             fixed_shapes = self._target.fixed_shapes
             if not fixed_shapes:
-                self._loop.test_rows()
+                self._warmup.test_rows()
             if self._drafts_adaptively:
-                self._loop.measure(again=False)
+                self._warmup.measure_costs(again=False)
             if fixed_shapes:
-                self._loop.capture(adaptive=self._adaptive)
+                self._warmup.capture(adaptive=self._adaptive)
 
     def tune(self) -> CostModel:
         """Measure what passes cost on this machine, and keep it in the cache folder for later decoders of these models.
@@ -334,5 +338,5 @@ class SpeculativeDecoder:
             raise ValueError("tune needs a drafter and num_draft_tokens of at least 1: this decoder never drafts")
         with self._turn():
             if not self._target.fixed_shapes:
-                self._loop.test_rows()  # lest that be timed
-            return self._loop.measure(again=True)
+                self._warmup.test_rows()  # lest that be timed
+            return self._warmup.measure_costs(again=True)

@@ -15,26 +15,24 @@ from typing import Any
 
 import torch
 
-from specdec_triton import ops
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter
-from specdec_triton.engine import costs
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.costs import CostModel
-from specdec_triton.engine.graphs import captured, graphs_for
+from specdec_triton.engine.graphs import graphs_for
 from specdec_triton.engine.notices import Notices
 from specdec_triton.engine.phases import Phases
 from specdec_triton.engine.request import RequestHandle
 from specdec_triton.engine.results import ResultRing, Ticket
-from specdec_triton.engine.round import COLUMNS, DrafterError, Process, Rounds, Shape
+from specdec_triton.engine.round import COLUMNS, DrafterError, Process, Rounds
 from specdec_triton.engine.scheduler import Scheduler
+from specdec_triton.engine.shapes import Shape, Shapes
 from specdec_triton.engine.slots import ERROR, LENGTH, STOP, Slots
 from specdec_triton.engine.stats import DecoderStats
-from specdec_triton.exactness import ExactnessError
+from specdec_triton.exactness import ExactPasses
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
 REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
-_WARM_ROWS = 160  # larger row counts are tested when they first occur
 _DEPTH = 1  # rounds that a device is given ahead of the host's reading
 
 
@@ -46,7 +44,8 @@ class Loop:
         width: the longest text, if it is known; the buffers are as wide from the beginning.
 
     Attributes:
-        scheduler, session, cache: its parts.
+        target, cache, session, scheduler, passes, shapes, rounds: its parts.
+        drafting: whether requests may draft: until the drafter fails.
     """
 
     def __init__(
@@ -63,12 +62,7 @@ class Loop:
         backend: str | None,
     ) -> None:
         device = target.device
-        self._target = target
-        self._exact = exact
-        self._backend = backend
-        self._width = width
-        self._max_batch_size = max_batch_size
-        self._num_draft_tokens = num_draft_tokens
+        self.target = target
         self.cache = target.new_cache(
             slots=max_batch_size,
             page_size=page_size,
@@ -84,18 +78,29 @@ class Loop:
             max_tokens=width,
             backend=backend,
         )
-        self.drafting = not self.session.silent  # until the drafter fails
+        self.drafting = not self.session.silent
+        self._notices = Notices(self.session.max_len)
         self._slots = Slots(max_batch_size, width or 0, device)
         self._controller = Controller(max_batch_size, MAX_DRAFT_TOKENS, device, packed=not target.fixed_shapes)
         self._phases = Phases(device)
-        self._rounds = Rounds(
+        self.passes = ExactPasses(target, exact, self._notices.inexact)
+        self.shapes = Shapes(
+            self.cache,
+            self._slots,
+            self.passes,
+            fixed=target.fixed_shapes,
+            width=width,
+            num_draft_tokens=num_draft_tokens,
+            max_batch_size=max_batch_size,
+        )
+        self.rounds = Rounds(
             target,
             self.session,
             self.cache,
             self._slots,
             self._controller,
-            CostModel(draft=None if self.session.adapter else {}, device=device),
-            self.invariant,
+            CostModel(draft={} if self.session.free else None, device=device),
+            self.passes,
             backend,
             self._phases,
         )
@@ -104,13 +109,12 @@ class Loop:
         self._graphs = graphs_for(device, limit=max(64, 2 * sizes * (num_draft_tokens + 1)))
         self._buffers: tuple[Any, ...] = ()
         self._depth = _DEPTH if target.fixed_shapes else 0
-        largest = self._rounds.report(slice(None), MAX_DRAFT_TOKENS).shape
+        largest = self.rounds.report(slice(None), MAX_DRAFT_TOKENS).shape
         self._ring = ResultRing(device, max_batch_size + _DEPTH + 2, *largest)
         self._pending: deque[_InFlight] = deque()
         self._leaving: list[RequestHandle] = []
         self._last_wanted: int | None = None  # by the requests of the last round that adapt
         self._ended = DecoderStats()
-        self._notices = Notices(self.session.max_len)
 
     @property
     def stats(self) -> DecoderStats:
@@ -128,7 +132,7 @@ class Loop:
     def step(self) -> bool:
         """A piece of a waiting prompt, then one round for all requests that decode. Returns whether work is left."""
         start = time.perf_counter()
-        self._target.check_ready()
+        self.target.check_ready()
         budget = self.scheduler.chunk
         while budget > 0 and (handle := self._next_prompt()) is not None:
             budget -= self._prefill(handle)
@@ -169,10 +173,10 @@ class Loop:
         stop = min((start // chunk + 1) * chunk, len(handle.prompt))
         rows = slice(slot, slot + 1)
         text = self._slots.texts[slot]
-        shape = self._shape([handle], slot + 1, 0)
+        shape = self.shapes.of([handle], slot + 1, 0)
         try:
             with self._phases("prefill"):
-                logits = self._target.forward(
+                logits = self.target.forward(
                     text[None, start:stop],
                     self.cache,
                     self.cache.block_table[rows, : shape.columns],
@@ -184,9 +188,9 @@ class Loop:
             self.cache.publish(slot, handle.prompt[:stop], chunk)
             if stop == len(handle.prompt):
                 handle.decoding = True
-                if self._target.fixed_shapes:
+                if self.target.fixed_shapes:
                     handle.wanted = self._newcomer_wants(handle)
-                self._rounds.first_token(slot, shape, logits, self._processing([handle], first=slot))
+                self.rounds.first_token(slot, shape, logits, self._processing([handle], first=slot))
                 self._report([handle], rows, None)
         except Exception as error:  # the others go on
             handle.exception = error
@@ -230,7 +234,7 @@ class Loop:
             if handle.wanted and len(handle) - handle.seen > 2:  # a chunk a step: the others wait for it
                 self._catch_up(handle, min(len(handle), handle.seen + self.scheduler.chunk))
         rows = len(self.scheduler.running)
-        return self._shape(decoding, rows, min(k, self._most_drafts())) if decoding else None
+        return self.shapes.of(decoding, rows, min(k, self._most_drafts())) if decoding else None
 
     def _reserve(self, handle: RequestHandle, k: int) -> bool:
         return self.scheduler.reserve(handle, min(handle.longest + min(k, handle.limit) + 1, handle.max_total))
@@ -260,74 +264,36 @@ class Loop:
         return max((self._asks(handle) for handle in self.scheduler.decoding()), default=0)
 
     def _asks(self, handle: RequestHandle) -> int:
-        k = handle.wanted if self._target.fixed_shapes and not handle.fixed else handle.limit
+        k = handle.wanted if self.target.fixed_shapes and not handle.fixed else handle.limit
         return k if self.session.max_len is None else min(k, max(self.session.max_len - len(handle), 0))
-
-    def _shape(self, handles: Sequence[RequestHandle], rows: int, k: int) -> Shape:
-        sampled = sorted({handle.method for handle in handles} - {"greedy"}) or ["greedy"]
-        longest = max(handle.longest for handle in handles)
-        columns = self._columns(min(longest + k + 1, max(handle.max_total for handle in handles)))
-        return Shape(
-            rows=self._bucket(rows),
-            k=k,
-            limit=self._limit(max(handle.limit for handle in handles)),
-            columns=columns,
-            width=self._text_width(columns),
-            methods=tuple(sampled),
-            has_filters=any(handle.params.has_filters for handle in handles),
-            exact=self._exact is not False
-            and (bool(self._exact) or any(h.method not in ops.PATHLESS for h in handles)),
-            adaptive=any(handle.limit and not handle.fixed for handle in handles),
-        )
-
-    def _limit(self, most: int) -> int:
-        """Of few values, where rounds are captured: requests may have limits of their own."""
-        if not self._target.fixed_shapes or most == 0:
-            return most
-        return self._num_draft_tokens if most <= self._num_draft_tokens else MAX_DRAFT_TOKENS
-
-    def _bucket(self, rows: int) -> int:
-        """Rows of a round of ``rows`` requests; rounds are captured for powers of two, the rows above are inert."""
-        if not self._target.fixed_shapes:
-            return rows
-        return min(1 << (rows - 1).bit_length(), self._max_batch_size)
-
-    def _text_width(self, columns: int) -> int:
-        return min(columns * self.cache.page_size, self._slots.texts.shape[1])
-
-    def _columns(self, tokens: int) -> int:
-        """Columns of the block table for texts of up to ``tokens`` tokens."""
-        if self._target.fixed_shapes and self._width is not None:
-            return self.cache.block_table.shape[1]  # one shape, and one graph, for all lengths
-        return self.cache.columns(tokens)
 
     def _enqueue(self, shape: Shape) -> None:
         handles = self.scheduler.decoding()
         process = self._processing(handles)
         warning = None
         try:
-            self._round(shape, process)
+            self.round(shape, process)
         except Warning as raised:  # warnings are errors, and the round has been run
             warning = raised
         except DrafterError as error:
             self._give_up_drafting(error.__cause__ or error)
             shape = replace(shape, k=0, limit=0, adaptive=False)
-            self._round(shape, process)
+            self.round(shape, process)
         self._report(handles, slice(shape.rows), shape.k)
         self._ended.rounds += 1
         if warning is not None:
             raise warning
 
-    def _round(self, shape: Shape, process: Process | None = None) -> None:
+    def round(self, shape: Shape, process: Process | None = None) -> None:
         """A round, from its graph if there is one; with logits processors always eagerly."""
         if process is not None:
-            self._rounds.run(shape, process)
+            self.rounds.run(shape, process)
             return
-        buffers = (self.cache.version, self._slots.version, self.session.version, self._rounds.costs)
+        buffers = (self.cache.version, self._slots.version, self.session.version, self.rounds.costs)
         if buffers != self._buffers:
             self._buffers = buffers
             self._graphs.invalidate()
-        self._graphs.run((shape, self.session.key), lambda: self._rounds.run(shape))
+        self._graphs.run((shape, self.session.key), lambda: self.rounds.run(shape))
 
     def _report(self, handles: Sequence[RequestHandle], rows: slice, k: int | None) -> None:
         """Send the rows' report on its way to the host. k: None after a prompt, of which nothing is to be learnt."""
@@ -337,7 +303,7 @@ class Loop:
             return
         for handle, _ in places:
             handle.in_flight += tokens
-        ticket = self._ring.push(self._rounds.report(rows, k or 0))
+        ticket = self._ring.push(self.rounds.report(rows, k or 0))
         self._pending.append(_InFlight(ticket, places, tokens, self._ended.rounds, k is None))
 
     def _read(self, depth: int) -> None:
@@ -400,74 +366,6 @@ class Loop:
             return logits
 
         return process
-
-    def test_rows(self) -> None:
-        """Find the invariant row counts that rounds will need."""
-        k = self._num_draft_tokens if self.drafting else 0
-        for rows in range(1, min(self._max_batch_size * (k + 1), _WARM_ROWS) + 1):
-            self.invariant(rows)
-
-    def capture(self, *, adaptive: bool) -> None:
-        """Run, and capture, greedy rounds of empty slots in all shapes, where those are known: texts as long as the buffers."""
-        if self._width is None or self.scheduler.busy:
-            return
-        k = self._num_draft_tokens if self.drafting else 0
-        columns = self._columns(self._width)
-        greedy = Shape(
-            rows=1,
-            k=0,
-            limit=k,
-            columns=columns,
-            width=self._text_width(columns),
-            methods=("greedy",),
-            has_filters=False,
-            exact=self._exact is not False,
-            adaptive=adaptive and k > 0,
-        )
-        for rows in {self._bucket(n) for n in range(1, self._max_batch_size + 1)}:
-            for drafts in range(k + 1) if adaptive else [k]:
-                self._round(replace(greedy, rows=rows, k=drafts))
-
-    def measure(self, *, again: bool) -> CostModel:
-        """What passes cost here: from the cache folder what it holds, unless ``again``; the rest is timed and kept."""
-        key = self._costs_key()
-        kept = costs.load(key, device=self._target.device)
-        self._rounds.costs = costs.measure(
-            self._target,
-            self.session.drafting,
-            slots=self._max_batch_size,
-            max_k=self._num_draft_tokens,
-            rows_of=self.invariant,
-            known=None if again else kept,
-            replay=captured(self._target.device),
-        )
-        self._rounds.costs = self._rounds.costs.merged(kept)
-        costs.save(self._rounds.costs, key)
-        return self._rounds.costs
-
-    def recall_costs(self) -> None:
-        """Take what was measured earlier on this machine, if anything was."""
-        kept = costs.load(self._costs_key(), device=self._target.device)
-        if kept is not None and kept.covers(self._max_batch_size):
-            self._rounds.costs = kept
-
-    def _costs_key(self) -> dict[str, Any]:
-        return costs.fingerprint(
-            self._target, self.session.adapter, exact=self._exact is not False, backend=self._backend
-        )
-
-    def invariant(self, rows: int) -> int | None:
-        """The next row count whose bits do not depend on it; None where exactness is off, or cannot be had."""
-        if self._exact is False or self._target.device.type == "meta":
-            return None
-        try:
-            return self._target.invariant_rows().pad(rows)
-        except ExactnessError as error:
-            if self._exact:
-                raise
-            self._exact = False
-            self._notices.inexact(error)
-            return None
 
 
 @dataclass

@@ -9,7 +9,6 @@ free (on a CPU) the same code narrows its shapes to what the values ask for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,35 +21,13 @@ from specdec_triton.drafters.base import nothing
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.phases import Phases
+from specdec_triton.engine.shapes import Shape
 from specdec_triton.engine.slots import ERROR, LENGTH, RUNNING, STOP, Slots
+from specdec_triton.exactness import ExactPasses
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
 COLUMNS = ("count", "drafted", "accepted", "reason", "wanted", "seen", "failed")  # of a report, before its tokens
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a round's shapes depend on: the key of a captured graph.
-
-    Attributes:
-        rows: the slots 0 .. rows-1 take part.
-        k: the most drafts, K. limit: the most that a request may ever ask for.
-        columns: of the block table. width: of the texts.
-        methods: the accept/reject methods of the requests. has_filters: whether any uses top-k, top-p or min-p.
-        exact: whether row counts must be invariant.
-        adaptive: whether the controller is asked.
-    """
-
-    rows: int
-    k: int
-    limit: int
-    columns: int
-    width: int
-    methods: tuple[str, ...]
-    has_filters: bool
-    exact: bool
-    adaptive: bool
 
 
 class DrafterError(Exception):
@@ -61,11 +38,7 @@ Process = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Rounds:
-    """Runs rounds over the slots.
-
-    Args:
-        pad: ``rows -> rows`` to which exact passes are padded (None: not at all).
-    """
+    """Runs rounds over the slots."""
 
     def __init__(
         self,
@@ -75,7 +48,7 @@ class Rounds:
         slots: Slots,
         controller: Controller,
         costs: CostModel,
-        pad: Callable[[int], int | None],
+        passes: ExactPasses,
         backend: str | None,
         phases: Phases,
     ) -> None:
@@ -85,7 +58,7 @@ class Rounds:
         self._slots = slots
         self._controller = controller
         self.costs = costs
-        self._pad = pad
+        self._passes = passes
         self._backend = backend
         self._phases = phases
         self._reads = not target.fixed_shapes
@@ -109,16 +82,31 @@ class Rounds:
         rows = slice(shape.rows)
         lens = torch.where(self._slots.live[rows], self._slots.lens[rows], 0)
         wanted, drafts = self._draft(shape, lens)
-        packed = process is None and self._reads and drafts.tokens.shape[1] > 0 and int(drafts.lens.min()) == 0
+        packed = process is None and self._packs(drafts)
         logits = self._verify(shape, lens, drafts, packed)
         if process is not None:
             logits = process(drafts.tokens, drafts.lens, logits)
-        result = (self._judge_apart if packed else self._judge)(rows, shape, drafts, logits)
+        with self._phases("accept"):
+            result = (self._judge_apart if packed else self._judge)(rows, shape, drafts, logits)
         drafted, accepted = self._commit(rows, drafts, result, wanted)
         if shape.adaptive and not (self._reads and drafts.tokens.shape[1] == 0):  # of no drafts nothing is learnt
             # A drafter that has to catch up first has not been heard yet.
             asked = wanted.clamp(max=shape.k) if self._session.seen is None else None
             self._controller.update(shape.rows, drafted, accepted, asked)
+
+    @torch.inference_mode()
+    def rehearse(self, tokens: torch.Tensor, cache: KVCache, context: torch.Tensor, counts: torch.Tensor) -> None:
+        """Verify and judge drafts as those of greedy requests, over another cache: for the time that it takes.
+
+        Args:
+            tokens: int64 ``[n,K+1]``. context: int32 ``[n]``. counts: int32 ``[n]``, drafts and the token before them.
+        """
+        n, width = tokens.shape
+        shape = Shape(rows=n, k=width - 1, limit=width - 1, columns=cache.block_table.shape[1], width=0)
+        drafts = Drafts(tokens[:, 1:], counts - 1)
+        packed = self._packs(drafts)
+        logits = self._score(tokens, cache, cache.block_table[:n], context, counts, shape.exact, packed)
+        (self._judge_apart if packed else self._judge)(slice(n), shape, drafts, logits)
 
     @torch.inference_mode()
     def first_token(self, slot: int, shape: Shape, logits: torch.Tensor, process: Process | None = None) -> None:
@@ -128,7 +116,9 @@ class Rounds:
         drafts = nothing(self._slots.lens[rows])
         if process is not None:
             logits = process(drafts.tokens, drafts.lens, logits)
-        self._commit(rows, drafts, self._judge(rows, shape, drafts, logits), self._slots.limits[rows])
+        with self._phases("accept"):
+            result = self._judge(rows, shape, drafts, logits)
+        self._commit(rows, drafts, result, self._slots.limits[rows])
 
     # Draft.
 
@@ -141,8 +131,10 @@ class Rounds:
         if self._session.max_len is not None:
             room = torch.minimum(room, (self._session.max_len - lens).clamp(min=0))
         wanted = torch.minimum(s.limits[:n], room) * s.live[:n]
-        if shape.adaptive:
-            wanted = self._controller.plan(n, wanted, s.fixed[:n], self.costs.curve(n), shape.limit, s.live[:n])
+        # Free drafts are asked for first and then chosen among: those that are found may not be those that were hoped for.
+        choosing = shape.adaptive and self._reads and self._session.free
+        if shape.adaptive and not choosing:
+            wanted = self._plan(shape, wanted)
         limits = wanted.clamp(max=shape.k)
         k = min(shape.k, int(limits.max())) if self._reads else shape.k
         params = s.params(slice(n), shape.has_filters)
@@ -162,25 +154,32 @@ class Rounds:
             self._check(drafts, n, k)
         except Exception as error:
             raise DrafterError from error
-        return wanted, self._usable(drafts, limits)
+        self._cut(drafts, limits)
+        if choosing and drafts.tokens.shape[1] > 0 and bool(drafts.lens.any()):
+            wanted = drafts.lens = self._plan(shape, drafts.lens)
+        return wanted, self._slim(drafts)
 
-    def _usable(self, drafts: Drafts, limits: torch.Tensor) -> Drafts:
-        """The drafts up to their limits, and without columns that nobody drafted.
+    def _plan(self, shape: Shape, limits: torch.Tensor) -> torch.Tensor:
+        """How many drafts each request gets of the most that it may have, int32 ``[n]``."""
+        s, n = self._slots, shape.rows
+        return self._controller.plan(n, limits, s.fixed[:n], self.costs.curve(n), shape.limit, s.live[:n])
 
-        An id outside the vocabulary ends a draft: it and what follows are not verified, accepted or counted.
-        """
+    def _cut(self, drafts: Drafts, limits: torch.Tensor) -> None:
+        """Shorten drafts to their limits, and to what lies before an id outside the vocabulary, which is never verified."""
         width = drafts.tokens.shape[1]
         if width == 0:
-            return drafts
+            return
         foreign = (drafts.tokens < 0) | (drafts.tokens >= self._target.vocab_size)
         first_foreign = torch.where(foreign, self._steps[:width], width).amin(1)
         drafts.lens = torch.minimum(torch.minimum(drafts.lens, limits), first_foreign)
-        if not self._reads or width == (k := int(drafts.lens.max())):
+
+    def _slim(self, drafts: Drafts) -> Drafts:
+        """Without the columns that nobody drafted, where that may be known."""
+        width = drafts.tokens.shape[1]
+        if width == 0 or not self._reads or width == (k := int(drafts.lens.max())):
             return drafts
-        drafts.tokens = drafts.tokens[:, :k]
-        drafts.logits = None if drafts.logits is None else drafts.logits[:, :k]
-        drafts.lse = None if drafts.lse is None else drafts.lse[:, :k]
-        return drafts
+        logits, lse = (None if x is None else x[:, :k] for x in (drafts.logits, drafts.lse))
+        return Drafts(drafts.tokens[:, :k], drafts.lens, logits, lse, drafts.failed)
 
     def _check(self, drafts: Drafts, n: int, k: int) -> None:
         """Raises ValueError, naming the session's module, for what is not as :class:`Drafts` promises."""
@@ -218,6 +217,10 @@ class Rounds:
 
     # Verify.
 
+    def _packs(self, drafts: Drafts) -> bool:
+        """Whether some requests drafted and others did not: then nobody's logits are padded to K+1 rows."""
+        return self._reads and drafts.tokens.shape[1] > 0 and int(drafts.lens.min()) == 0
+
     def _verify(self, shape: Shape, lens: torch.Tensor, drafts: Drafts, packed: bool) -> torch.Tensor:
         """Score every draft and the place after it in one pass: logits ``[n,K+1,V]``, or packed (see ``forward``)."""
         s, n = self._slots, shape.rows
@@ -225,11 +228,23 @@ class Rounds:
         last = s.texts[:n, : shape.width].gather(1, context.long()[:, None])
         tokens = torch.cat([last, drafts.tokens], 1).clamp(0, self._target.vocab_size - 1)
         queries = torch.where(lens > 0, drafts.lens + 1, 0)
-        count = int(queries.sum()) if self._reads else tokens.numel()
         table = self._cache.block_table[:n, : shape.columns]
-        padded = self._pad(count) if shape.exact else None
         with self._phases("verify"):
-            return self._target.forward(tokens, self._cache, table, context, queries, rows=padded, packed=packed)
+            return self._score(tokens, self._cache, table, context, queries, shape.exact, packed)
+
+    def _score(
+        self,
+        tokens: torch.Tensor,
+        cache: KVCache,
+        table: torch.Tensor,
+        context: torch.Tensor,
+        queries: torch.Tensor,
+        exact: bool,
+        packed: bool,
+    ) -> torch.Tensor:
+        count = int(queries.sum()) if self._reads else tokens.numel()
+        rows = self._passes.pad(count) if exact else None
+        return self._target.forward(tokens, cache, table, context, queries, rows=rows, packed=packed)
 
     # Accept and commit.
 
@@ -274,17 +289,16 @@ class Rounds:
         self, method: str, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch
     ) -> ops.AcceptResult:
         by_probability = method in ops.BY_PROBABILITY
-        with self._phases("accept"):
-            return ops.accept_reject(
-                drafts.tokens,
-                logits,
-                drafts.logits if by_probability else None,
-                draft_lse=drafts.lse if by_probability else None,
-                draft_lens=drafts.lens,
-                params=params,
-                method=method,
-                backend=self._backend,
-            )
+        return ops.accept_reject(
+            drafts.tokens,
+            logits,
+            drafts.logits if by_probability else None,
+            draft_lse=drafts.lse if by_probability else None,
+            draft_lens=drafts.lens,
+            params=params,
+            method=method,
+            backend=self._backend,
+        )
 
     def _commit(
         self, rows: slice, drafts: Drafts, result: ops.AcceptResult, wanted: torch.Tensor

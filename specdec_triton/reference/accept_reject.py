@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from specdec_triton.reference.logits import NEG_INF, bad_rows, scaled_logits
+from specdec_triton.reference.logits import NEG_INF, bad_rows, best_of, scaled_logits
 from specdec_triton.reference.noise import Stream, race, uniform
 
 PAD = -1
@@ -48,7 +48,8 @@ def accept_reject(
     device = draft_tokens.device
     step = torch.arange(k + 1, device=device)
     lens = torch.full((batch,), k, device=device) if draft_lens is None else draft_lens.long()
-    status = (bad_rows(target_logits, temperature) & (step <= lens[:, None])).any(-1)
+    largest, best = best_of(target_logits)
+    status = (bad_rows(largest, temperature) & (step <= lens[:, None])).any(-1)
 
     # An id outside the vocabulary ends the draft: it and what follows are never read, accepted or counted.
     usable = (draft_tokens >= 0) & (draft_tokens < vocab) & (step[:k] < lens[:, None])
@@ -56,7 +57,6 @@ def accept_reject(
     lens = usable.sum(-1)
     drafts = draft_tokens.where(usable, 0)
 
-    best = target_logits.argmax(-1)  # the lowest id of tied ones
     accepted = _prefix(usable & (drafts == best[:, :k]))
     greedy = temperature <= 0
     if method == "greedy" or (device.type == "cpu" and bool(greedy.all())):

@@ -79,7 +79,18 @@ def _inverse(temperature: torch.Tensor) -> torch.Tensor:
     return torch.where(temperature <= 0, 1.0, temperature.clamp(min=MIN_TEMPERATURE)).reciprocal()
 
 
-def bad_rows(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Rows ``[B,R]`` of ``logits [B,R,V]`` whose largest value over the temperature is not finite: NaN, +inf, nothing but -inf."""
-    largest = logits.amax(-1).float()  # propagates NaN
-    return ~(largest * _inverse(temperature)[:, None]).isfinite()
+def best_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest value of each row (NaN if there is one) and its id, the lowest of equal ones.
+
+    On a CPU NumPy takes a sixth of PyTorch's time, a fifteenth in half precision: with a model of 135M parameters that is 1
+    to 3 % of a pass.
+    """
+    if logits.device.type != "cpu" or logits.requires_grad:
+        return logits.max(-1)
+    ids = torch.from_numpy(logits.float().numpy().argmax(-1))
+    return logits.gather(-1, ids[..., None])[..., 0], ids
+
+
+def bad_rows(largest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Rows ``[B,R]`` whose largest logit over the temperature is not finite: they held NaN, +inf, or nothing but -inf."""
+    return ~(largest.float() * _inverse(temperature)[:, None]).isfinite()

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 import torch
 
-from specdec_triton.reference.logits import NEG_INF
+from specdec_triton.reference.logits import NEG_INF, best_of
 
 _MASK = 0xFFFFFFFF
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
@@ -87,8 +87,8 @@ def race(
             noise = gumbel_of(seed[row], position[row], node[row], stream[row], token)
             values = torch.full_like(logits, NEG_INF)
             values[row, token] = logits[row, token] + noise
-            return values.argmax(-1)
-    return (logits + gumbel(seed, position, node, stream, logits.shape[-1])).argmax(-1)
+            return best_of(values)[1]
+    return best_of(logits + gumbel(seed, position, node, stream, logits.shape[-1]))[1]
 
 
 def _to_gumbel(bits: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specdec_triton.reference.logits import scaled_logits
+from specdec_triton.reference.logits import best_of, scaled_logits
 from specdec_triton.reference.noise import Stream, race
 
 
@@ -20,7 +20,7 @@ def sample(
     node: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens int64 ``[B]`` and the log-sum-exp fp32 ``[B]`` under the parameters; see ``specdec_triton.ops.sample``."""
-    tokens = logits.argmax(-1)
+    _, tokens = best_of(logits)
     scaled = scaled_logits(logits, temperature, top_k, top_p, min_p, has_filters)
     lse = scaled.logsumexp(-1)
     sampled = temperature > 0
