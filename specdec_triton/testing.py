@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round
+from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions
 from specdec_triton.kv_cache import UNUSED, KVCache
 from specdec_triton.sampling import SamplingBatch, SamplingParams
 
@@ -403,7 +403,7 @@ class ScriptedDrafter(Drafter):
     def __init__(self, script: Callable[[list[int], int], list[int]]) -> None:
         self.script = script
 
-    def bind(self, target: Any, **options: Any) -> DraftSession:
+    def bind(self, target: Any, options: SessionOptions) -> DraftSession:
         return _Scripted(self.script)
 
 
@@ -460,8 +460,8 @@ class Alternating(Drafter):
     on: tuple[int, ...] = (1,)
     rounds: int = field(default=0, init=False)
 
-    def bind(self, target: Any, **options: Any) -> DraftSession:
-        session = self.drafter.bind(target, **options)
+    def bind(self, target: Any, options: SessionOptions) -> DraftSession:
+        session = self.drafter.bind(target, options)
         propose = session.propose
 
         def sometimes(round_: Round) -> Drafts:

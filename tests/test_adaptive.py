@@ -129,7 +129,7 @@ def test_a_draft_model_catches_up_before_it_drafts_again(mode):
     handle = engine.submit(PROMPTS[0], greedy())
     while len(handle.token_ids) < 40:
         engine.step()
-    behind = len(handle) - handle.seen
+    behind = handle.length - handle.seen
     before = handle.stats.accepted
     engine._loop.rounds.costs = CostModel(CHEAP, {})
     engine.run()

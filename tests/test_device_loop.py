@@ -188,7 +188,7 @@ def test_a_captured_round_reads_the_decoders_own_buffers():
     decoder.generate(PROMPTS[:3], SamplingParams(temperature=0, max_new_tokens=12))
     loop = decoder._loop
     known = [*device_like().model.parameters(), *device_like().model.buffers(), loop.cache.block_table]
-    known += [loop._slots.texts, loop._slots.stop_ids, *loop._slots._columns, loop.rounds._report]
+    known += [loop._slots.texts, loop._slots.stop_ids, *loop._slots.columns.values(), loop.rounds._report]
     known += [loop.rounds._steps, loop.rounds._zeros]
     known += [pool for i in range(2) for pool in loop.cache.layer(i)]
     known += [x for x in vars(loop.rounds._controller).values() if isinstance(x, torch.Tensor)]

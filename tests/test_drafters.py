@@ -10,7 +10,7 @@ import torch
 
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
 from specdec_triton.adapter import ModelAdapter
-from specdec_triton.drafters.base import Round
+from specdec_triton.drafters.base import Round, SessionOptions
 from specdec_triton.errors import UnsupportedModelError
 from specdec_triton.sampling import SamplingBatch
 from specdec_triton.testing import (
@@ -283,7 +283,7 @@ def test_drafts_that_are_never_right_are_noticed():
 
 def test_prompt_lookup_copies_on_through_a_period():
     """A text that repeats itself every 3 tokens: K tokens are drafted, though only 3 follow the last occurrence."""
-    session = PromptLookup().bind(checked(), slots=1, page_size=4, backend=None)
+    session = PromptLookup().bind(checked(), SessionOptions(slots=1))
     text = torch.tensor([[9, 5, 6, 7, 5, 6, 7]])
     lens, limits = torch.tensor([7], dtype=torch.int32), torch.tensor([8], dtype=torch.int32)
     params = SamplingBatch.from_params([greedy()], [7], "cpu")

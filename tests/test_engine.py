@@ -85,7 +85,7 @@ def run_checked(engine):
     while work:
         work = engine.step()
         assert_pages_add_up(engine._loop.cache)
-        lens = {handle.slot: len(handle) for handle in engine._loop.scheduler.running}
+        lens = {handle.slot: handle.length for handle in engine._loop.scheduler.running}
         for slot in range(len(engine._loop.cache.block_table)):
             assert (
                 engine._loop.cache.capacity(slot) >= lens.get(slot, 1) - 1

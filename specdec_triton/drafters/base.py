@@ -73,20 +73,26 @@ class DraftSession(ABC):
         free: drafts cost next to nothing, so that more may be asked for than will be verified; if not, :meth:`drafting` says
             what is to be timed.
         max_len: texts longer than this get no drafts; None: no limit.
-        version: increases when a tensor that :meth:`propose` reads or writes is replaced.
         seen: int32 ``[slots]``, how much of each text the session has processed; a request of which more than two
             tokens are missing gets no drafts until :meth:`extend` has made up for it. None: it needs no preparation.
         adapter: of a second model, if there is one.
-        key: what the shapes of :meth:`propose` depend on besides the round's; part of the key of a captured step.
     """
 
     silent: bool = False
     free: bool = True
     max_len: int | None = None
-    version: int = 0
     seen: torch.Tensor | None = None
     adapter: ModelAdapter | None = None
-    key: Hashable = ()
+
+    @property
+    def version(self) -> int:
+        """Increases when a tensor that :meth:`propose` reads or writes is replaced."""
+        return 0
+
+    @property
+    def key(self) -> Hashable:
+        """What the shapes of :meth:`propose` depend on besides the round's; part of the key of a captured step."""
+        return ()
 
     @abstractmethod
     def propose(self, round_: Round) -> Drafts:
@@ -117,27 +123,30 @@ class DraftSession(ABC):
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class SessionOptions:
+    """What a session is made for.
+
+    Attributes:
+        slots: the most requests at once.
+        page_size, num_pages: of the target's cache; 0: that grows.
+        max_tokens: the longest text, if it is known.
+        backend: of the ops.
+    """
+
+    slots: int
+    page_size: int = 16
+    num_pages: int = 0
+    max_tokens: int | None = None
+    backend: str | None = None
+
+
 class Drafter(ABC):
     """A source of drafts."""
 
     @abstractmethod
-    def bind(
-        self,
-        target: ModelAdapter,
-        *,
-        slots: int,
-        page_size: int,
-        num_pages: int = 0,
-        max_tokens: int | None = None,
-        backend: str | None = None,
-    ) -> DraftSession:
+    def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:
         """Start a session for a decoder of ``target``.
-
-        Args:
-            slots: the most requests at once.
-            page_size, num_pages: of the target's cache; 0: that grows.
-            max_tokens: the longest text, if it is known.
-            backend: of the ops.
 
         Raises:
             ValueError: the drafter does not fit the target.

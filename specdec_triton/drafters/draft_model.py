@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, nothing
+from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, nothing
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -32,21 +32,12 @@ class DraftModel(Drafter):
     def __init__(self, model: Any) -> None:
         self.model = model
 
-    def bind(
-        self,
-        target: ModelAdapter,
-        *,
-        slots: int,
-        page_size: int,
-        num_pages: int = 0,
-        max_tokens: int | None = None,
-        backend: str | None = None,
-    ) -> DraftSession:
+    def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:
         from specdec_triton.adapter import ModelAdapter
 
         if not hasattr(self.model, "config"):
             raise ValueError(f"DraftModel needs a transformers model, got {type(self.model).__name__}")
-        adapter = ModelAdapter(self.model, backend=backend)
+        adapter = ModelAdapter(self.model, backend=options.backend)
         if adapter.device != target.device:
             raise ValueError(f"the draft model must be on the target's device {target.device}, got {adapter.device}")
         if abs(adapter.vocab_size - target.vocab_size) > _MAX_PADDING:
@@ -56,9 +47,13 @@ class DraftModel(Drafter):
             )
         adapter.fixed_shapes = target.fixed_shapes
         cache = adapter.new_cache(
-            slots=slots, page_size=page_size, num_pages=num_pages, growable=True, max_tokens=max_tokens
+            slots=options.slots,
+            page_size=options.page_size,
+            num_pages=options.num_pages,
+            growable=True,
+            max_tokens=options.max_tokens,
         )
-        return _Session(adapter, cache, target.vocab_size, slots, max_tokens is not None)
+        return _Session(adapter, cache, target.vocab_size, options)
 
 
 class _Session(DraftSession):
@@ -73,22 +68,24 @@ class _Session(DraftSession):
     seen: torch.Tensor
     free = False
 
-    def __init__(self, adapter: ModelAdapter, cache: KVCache, vocab_size: int, slots: int, one_width: bool) -> None:
+    def __init__(self, adapter: ModelAdapter, cache: KVCache, vocab_size: int, options: SessionOptions) -> None:
         self.adapter = adapter
         self._vocab_size = vocab_size
         self._cache = cache
-        self._one_width = one_width and adapter.fixed_shapes  # of the table, for texts of all lengths
-        self._reserved = [0] * slots
+        self._one_width = (
+            options.max_tokens is not None and adapter.fixed_shapes
+        )  # of the table, for texts of all lengths
+        self._reserved = [0] * options.slots
         self.max_len = adapter.max_len
         with torch.inference_mode(False):
-            self.seen = torch.zeros(slots, dtype=torch.int32, device=adapter.device)
+            self.seen = torch.zeros(options.slots, dtype=torch.int32, device=adapter.device)
 
     @property
-    def version(self) -> int:  # type: ignore[override]
+    def version(self) -> int:
         return self._cache.version
 
     @property
-    def key(self) -> Hashable:  # type: ignore[override]
+    def key(self) -> Hashable:
         return self._columns()
 
     def reserve(self, slot: int, tokens: int) -> None:

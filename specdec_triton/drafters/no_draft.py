@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, nothing
+from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, nothing
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -13,16 +13,7 @@ if TYPE_CHECKING:
 class NoDraft(Drafter):
     """Never drafts."""
 
-    def bind(
-        self,
-        target: ModelAdapter,
-        *,
-        slots: int,
-        page_size: int,
-        num_pages: int = 0,
-        max_tokens: int | None = None,
-        backend: str | None = None,
-    ) -> DraftSession:
+    def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:
         return _Session()
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specdec_triton import ops
-from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, nothing
+from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, nothing
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -30,17 +30,8 @@ class PromptLookup(Drafter):
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
 
-    def bind(
-        self,
-        target: ModelAdapter,
-        *,
-        slots: int,
-        page_size: int,
-        num_pages: int = 0,
-        max_tokens: int | None = None,
-        backend: str | None = None,
-    ) -> DraftSession:
-        return _Session(self, backend)
+    def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:
+        return _Session(self, options.backend)
 
 
 class _Session(DraftSession):

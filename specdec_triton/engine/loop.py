@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from specdec_triton.adapter import ModelAdapter
-from specdec_triton.drafters import Drafter
+from specdec_triton.drafters import Drafter, SessionOptions
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.graphs import graphs_for
@@ -70,14 +70,7 @@ class Loop:
             growable=num_pages is None,
             max_tokens=width,
         )
-        self.session = drafter.bind(
-            target,
-            slots=max_batch_size,
-            page_size=page_size,
-            num_pages=num_pages or 0,
-            max_tokens=width,
-            backend=backend,
-        )
+        self.session = drafter.bind(target, SessionOptions(max_batch_size, page_size, num_pages or 0, width, backend))
         self.drafting = not self.session.silent
         self._notices = Notices(self.session.max_len)
         self._slots = Slots(max_batch_size, width or 0, device)
@@ -213,7 +206,7 @@ class Loop:
 
     def _refuse(self, handle: RequestHandle) -> None:
         """It cannot be had although it has everything for itself."""
-        self.end(handle, "error", f"out of memory: the pages of a text of {len(handle)} tokens cannot be had")
+        self.end(handle, "error", f"out of memory: the pages of a text of {handle.length} tokens cannot be had")
         self.let_go()
 
     def _make_room(self) -> Shape | None:
@@ -231,8 +224,8 @@ class Loop:
                     self._refuse(handle)
         decoding = self.scheduler.decoding()
         for handle in decoding:
-            if handle.wanted and len(handle) - handle.seen > 2:  # a chunk a step: the others wait for it
-                self._catch_up(handle, min(len(handle), handle.seen + self.scheduler.chunk))
+            if handle.wanted and handle.length - handle.seen > 2:  # a chunk a step: the others wait for it
+                self._catch_up(handle, min(handle.length, handle.seen + self.scheduler.chunk))
         rows = len(self.scheduler.running)
         return self.shapes.of(decoding, rows, min(k, self._most_drafts())) if decoding else None
 
@@ -265,7 +258,7 @@ class Loop:
 
     def _asks(self, handle: RequestHandle) -> int:
         k = handle.wanted if self.target.fixed_shapes and not handle.fixed else handle.limit
-        return k if self.session.max_len is None else min(k, max(self.session.max_len - len(handle), 0))
+        return k if self.session.max_len is None else min(k, max(self.session.max_len - handle.length, 0))
 
     def _enqueue(self, shape: Shape) -> None:
         handles = self.scheduler.decoding()
@@ -326,7 +319,7 @@ class Loop:
         if not flight.of_prompt:
             handle.wanted = facts["wanted"]
         if flight.number >= handle.seen_since:  # older rounds do not know of what the drafter was shown since
-            handle.seen = min(facts["seen"], len(handle) + len(tokens) - 1)
+            handle.seen = min(facts["seen"], handle.length + len(tokens) - 1)
         if facts["failed"]:
             self._notices.not_finite()
         if facts["reason"] == ERROR:
@@ -338,7 +331,7 @@ class Loop:
         if facts["reason"]:
             self.end(handle, REASONS[facts["reason"]])
         elif handle.limit:
-            self._notices.grown(len(handle))
+            self._notices.grown(handle.length)
 
     def _processing(self, handles: Sequence[RequestHandle], first: int = 0) -> Process | None:
         """Applies the requests' logits processors to each of their rows, with that row's own history."""
@@ -352,7 +345,7 @@ class Loop:
             for handle in handles:
                 assert handle.slot is not None
                 b = handle.slot - first
-                text = self._slots.texts[handle.slot, : len(handle)]
+                text = self._slots.texts[handle.slot, : handle.length]
                 try:
                     for t in range(drafted[b] + 1):
                         history = torch.cat([text, tokens[b, :t]])[None]

@@ -85,14 +85,15 @@ class RequestHandle:
         self.decoder = decoder
         self._started: float | None = None
 
-    def __len__(self) -> int:
+    @property
+    def length(self) -> int:
         """Tokens of prompt and output."""
         return len(self.prompt) + len(self.token_ids)
 
     @property
     def longest(self) -> int:
         """Tokens that the text may have once all rounds in flight have been read."""
-        return min(len(self) + self.in_flight, self.max_total)
+        return min(self.length + self.in_flight, self.max_total)
 
     def cancel(self) -> None:
         """End the request. Its pages are free at once, or after the step that another thread is in. Without effect if it

@@ -86,7 +86,7 @@ class Scheduler:
         adopted = 0
         if handle.saved is None:
             adopted = self._cache.adopt(slot, handle.prompt, self.chunk)
-        wanted = min(len(handle) + handle.limit + 1, handle.max_total)
+        wanted = min(handle.length + handle.limit + 1, handle.max_total)
         # A page for each of the others: else the newcomer would be the one to go in the next round.
         if not self._cache.can_reserve(slot, wanted, spare=len(self.running)):
             return False
@@ -125,7 +125,7 @@ class Scheduler:
         """Take the request's slot and pages; it waits before all others, and comes back with what it had."""
         assert handle.slot is not None
         assert handle.in_flight == 0
-        keys = len(handle) - 1 if handle.decoding else handle.prefilled
+        keys = handle.length - 1 if handle.decoding else handle.prefilled
         of_drafter = self._session.swap_out(handle.slot, min(handle.seen, keys)) if handle.limit else None
         handle.seen = min(handle.seen, keys)
         handle.saved = self._cache.swap_out(handle.slot, keys), of_drafter

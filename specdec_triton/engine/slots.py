@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from specdec_triton.engine.request import RequestHandle
 
 RUNNING, STOP, LENGTH, ERROR = range(4)  # the reasons in a report
+_COLUMNS = {
+    "lens": torch.int32,
+    "ends": torch.int32,
+    "live": torch.bool,
+    "limits": torch.int32,
+    "fixed": torch.bool,
+    "methods": torch.int32,
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seed": torch.int64,
+}
 _MARGIN = MAX_DRAFT_TOKENS + 1  # columns past the longest text: a step writes a whole block and keeps a part
 
 
@@ -32,8 +45,21 @@ class Slots:
         stop_ids: int64 ``[slots, S]``, padded with -1.
         methods: int32, the index in ``ops.METHODS`` (greedy requests: any).
         temperature, top_k, top_p, min_p, seed: as in :class:`~specdec_triton.sampling.SamplingBatch`.
+        columns: all but texts and stop_ids, by name.
         version: increases when ``texts`` or ``stop_ids`` is replaced by a wider one.
     """
+
+    lens: torch.Tensor
+    ends: torch.Tensor
+    live: torch.Tensor
+    limits: torch.Tensor
+    fixed: torch.Tensor
+    methods: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed: torch.Tensor
 
     @torch.inference_mode(False)  # what a step makes must stay writable outside it
     def __init__(self, slots: int, width: int, device: torch.device) -> None:
@@ -42,17 +68,8 @@ class Slots:
         self.texts = torch.zeros(slots, width + _MARGIN, dtype=torch.int64, device=device)
         self.stop_ids = torch.full((slots, 1), ops.PAD, dtype=torch.int64, device=device)
 
-        def column(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(slots, dtype=dtype, device=device)
-
-        self.lens, self.ends, self.limits, self.methods, self.top_k = (column(torch.int32) for _ in range(5))
-        self.live, self.fixed = column(torch.bool), column(torch.bool)
-        self.temperature, self.top_p, self.min_p = (column(torch.float32) for _ in range(3))
-        self.seed = column(torch.int64)
-        self._columns = (
-            self.lens, self.ends, self.limits, self.methods, self.top_k, self.live, self.fixed,
-            self.temperature, self.top_p, self.min_p, self.seed,
-        )  # fmt: skip
+        self.columns = {name: torch.zeros(slots, dtype=dtype, device=device) for name, dtype in _COLUMNS.items()}
+        vars(self).update(self.columns)
 
     @torch.inference_mode()
     def enter(self, slot: int, handle: RequestHandle) -> None:
@@ -64,18 +81,26 @@ class Slots:
         self.stop_ids[slot] = ops.PAD
         self.stop_ids[slot, : len(stop_ids)] = upload(stop_ids, torch.int64, self.device)
         params = handle.params
-        values = (
-            len(text), handle.max_total, handle.limit, ops.METHODS.index(handle.method), min(params.top_k, 2**31 - 1), False,
-            handle.fixed, 0.0 if handle.method == "greedy" else float(params.temperature or 0), params.top_p, params.min_p,
-            handle.seed,
-        )  # fmt: skip
-        for column, value in zip(self._columns, values, strict=True):
-            column[slot] = value
+        values = {
+            "lens": len(text),
+            "ends": handle.max_total,
+            "live": False,
+            "limits": handle.limit,
+            "fixed": handle.fixed,
+            "methods": ops.METHODS.index(handle.method),
+            "temperature": 0.0 if handle.method == "greedy" else float(params.temperature or 0),
+            "top_k": min(params.top_k, 2**31 - 1),
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "seed": handle.seed,
+        }
+        for name, column in self.columns.items():
+            column[slot] = values[name]
 
     @torch.inference_mode()
     def move(self, src: int, dst: int) -> None:
         """The request of slot src goes to dst."""
-        for tensor in (*self._columns, self.texts, self.stop_ids):
+        for tensor in (*self.columns.values(), self.texts, self.stop_ids):
             tensor[dst] = tensor[src]
         self.leave(src)
 
