@@ -353,6 +353,9 @@ def test_statistics_of_a_decoder(mode):
     assert stats.tokens_per_second > 0
     assert set(stats.phase_seconds) == {"prefill", "draft", "verify", "accept"}
     assert 0 < sum(stats.phase_seconds.values()) < stats.seconds
+    for handle in handles[1:]:
+        assert all(0 < handle.stats.phase_seconds[name] <= stats.phase_seconds[name] for name in stats.phase_seconds)
+        assert sum(handle.stats.phase_seconds.values()) < handle.stats.seconds
     if mode == "reads":
         assert stats.acceptance_rate == 1.0
         assert stats.acceptance_by_position == [1.0] * 4

@@ -146,6 +146,8 @@ class Loop:
         """The request is over; its slot is freed by :meth:`let_go`."""
         if handle.output is not None:
             return
+        if handle.phases_before is not None:
+            handle.stats.phase_seconds = self._phases.since(handle.phases_before)
         handle.finish(reason, error)
         self._ended.add(handle.stats)
         self._ended.requests[reason] = self._ended.requests.get(reason, 0) + 1
@@ -162,6 +164,8 @@ class Loop:
         """The keys of a chunk of the prompt; after the last, the first token. Returns the number of tokens processed."""
         slot, start = handle.slot, handle.prefilled
         assert slot is not None
+        if handle.phases_before is None:
+            handle.phases_before = dict(self._phases.seconds)
         chunk = self.scheduler.chunk
         stop = min((start // chunk + 1) * chunk, len(handle.prompt))
         rows = slice(slot, slot + 1)

@@ -51,6 +51,10 @@ class Phases:
             events[1].record()
             self._pending.append((name, *events))
 
+    def since(self, before: dict[str, float]) -> dict[str, float]:
+        """Seconds by phase beyond earlier ones."""
+        return {name: seconds - before[name] for name, seconds in self.seconds.items()}
+
     def collect(self) -> None:
         """Add what the device has finished; does not wait."""
         while self._pending and self._pending[0][2].query():

@@ -81,6 +81,7 @@ class RequestHandle:
         self.wanted = limit  # drafts that the last round would have liked
         self.seen = 0  # tokens that the drafter has processed, as far as is known
         self.seen_since = 0  # the first round that knows of it
+        self.phases_before: dict[str, float] | None = None  # the decoder's phase_seconds when the prompt's pass began
         self.saved: tuple[Any, Any] | None = None  # pages of target and drafter while it is preempted
         self.decoder = decoder
         self._started: float | None = None

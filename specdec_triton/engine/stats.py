@@ -17,6 +17,8 @@ class GenerationStats:
         shared_tokens: tokens of the prompt whose keys another request had already computed.
         preemptions: how often it had to make room for older requests.
         seconds: from the start of the prompt's pass to the last token.
+        phase_seconds: what the decoder spent meanwhile in ``prefill``, ``draft``, ``verify`` and ``accept``, neighbours' shares of
+            common passes included. On a GPU only of rounds that were not replayed from a captured graph.
     """
 
     prompt_tokens: int = 0
@@ -29,6 +31,7 @@ class GenerationStats:
     shared_tokens: int = 0
     preemptions: int = 0
     seconds: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -64,19 +67,17 @@ class GenerationStats:
 
 @dataclass
 class DecoderStats(GenerationStats):
-    """Sums over a decoder's requests, running ones included; ``seconds`` is the time spent in its steps.
+    """Sums over a decoder's requests, running ones included. ``seconds`` is the time spent in its steps; what ``phase_seconds``
+    are missing of it is bookkeeping.
 
     Attributes:
         requests: that have ended, by finish reason.
         rounds: passes of draft, verify, accept over all requests at once.
-        phase_seconds: in ``prefill``, ``draft``, ``verify`` and ``accept``; what is missing to ``seconds`` is bookkeeping. On a
-            GPU only of rounds that were not replayed from a captured graph.
         pages_in_use, graph_bytes: at present.
     """
 
     requests: dict[str, int] = field(default_factory=dict)
     rounds: int = 0
-    phase_seconds: dict[str, float] = field(default_factory=dict)
     pages_in_use: int = 0
     graph_bytes: int = 0
 
