@@ -1,0 +1,149 @@
+"""faults.md L4: every option of a decoder, a request and a drafter changes what happens. A new option without a case fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from functools import lru_cache
+
+import pytest
+import torch
+
+from specdec_triton import DraftModel, PromptLookup, SamplingParams, SpeculativeDecoder
+from specdec_triton.adapter import ModelAdapter
+from specdec_triton.drafters import Round, SessionOptions
+from specdec_triton.sampling import SamplingBatch
+from specdec_triton.testing import always_right, always_wrong, plain_greedy, toy_model
+
+PROMPT = [3, 5, 7, 3, 5, 7, 3, 5, 7, 11, 3]
+NEW = 24
+
+
+@lru_cache
+def target():
+    return ModelAdapter(toy_model())
+
+
+@lru_cache
+def plain():
+    return plain_greedy(target().model, PROMPT, NEW)
+
+
+def decoder(drafter=None, **options):
+    return SpeculativeDecoder(target(), drafter or always_right([PROMPT + plain()]), **{"exact": False, **options})
+
+
+def output(params=None, drafter=None, **options):
+    params = {"temperature": 0, "max_new_tokens": NEW} | (params or {})
+    return decoder(drafter, **options).generate([PROMPT], SamplingParams(**params))[0]
+
+
+def drawn(**params):
+    return output({"temperature": 1.0, "seed": 0} | params).token_ids
+
+
+def running_at_once(slots):
+    engine = decoder(max_batch_size=slots)
+    handles = [engine.submit(PROMPT, SamplingParams(temperature=0, max_new_tokens=NEW)) for _ in range(3)]
+    for _ in range(3):
+        engine.step()
+    return sum(handle.decoding for handle in handles)
+
+
+def searches_rows(exact):
+    """Whether the decoder looks for row counts whose bits do not depend on them."""
+    fresh = ModelAdapter(target().model)
+    SpeculativeDecoder(fresh, exact=exact).generate([PROMPT], SamplingParams(temperature=0, max_new_tokens=2))
+    return fresh._rows is not None
+
+
+def refuses(**options):
+    with pytest.raises(ValueError, match="backend"):
+        decoder(**options)
+    return True
+
+
+def pages_of_a_text(page_size):
+    engine = decoder(page_size=page_size, num_pages=64)
+    engine.submit(PROMPT, SamplingParams(temperature=0, max_new_tokens=NEW))
+    engine.step()
+    return engine.num_pages - engine.free_pages
+
+
+DECODER = {
+    "target": lambda: decoder().target is target(),
+    "drafter": lambda: output(drafter=always_wrong([PROMPT + plain()])).stats.accepted == 0 < output().stats.accepted,
+    "num_draft_tokens": lambda: len(output(num_draft_tokens=2).stats.drafted_at) == 2,
+    "max_batch_size": lambda: (running_at_once(1), running_at_once(3)) == (1, 3),
+    "max_seq_len": lambda: output(max_seq_len=len(PROMPT) + 5).token_ids == plain()[:5],
+    "page_size": lambda: pages_of_a_text(1) > 4 * pages_of_a_text(8) > 0,
+    "num_pages": lambda: decoder(num_pages=37).num_pages == 37,
+    "method": lambda: output({"temperature": 1.0}, method="greedy").token_ids == plain(),
+    "exact": lambda: searches_rows(True) and not searches_rows(False),
+    "backend": lambda: refuses(backend="abacus"),
+    "adaptive": lambda: (
+        output(drafter=always_wrong([PROMPT + plain()]), adaptive=True).stats.drafted
+        < output(drafter=always_wrong([PROMPT + plain()]), adaptive=False).stats.drafted
+    ),
+}
+REQUEST = {
+    "temperature": lambda: drawn(temperature=0) == plain() != drawn(temperature=5.0),
+    "top_k": lambda: drawn(top_k=1) == plain() != drawn(),
+    "top_p": lambda: drawn(top_p=0.0) == plain(),
+    "min_p": lambda: drawn(min_p=1.0) == plain(),
+    "seed": lambda: drawn(seed=0) == drawn(seed=0) != drawn(seed=1),
+    "max_new_tokens": lambda: output({"max_new_tokens": 3}).token_ids == plain()[:3],
+    "stop_token_ids": lambda: (
+        output({"stop_token_ids": [plain()[4]]}).token_ids == plain()[: plain().index(plain()[4]) + 1]
+    ),
+    "num_draft_tokens": lambda: output({"num_draft_tokens": 0}).stats.drafted == 0,
+    "ignore_eos": lambda: (stopping(False), stopping(True)) == ("stop", "length"),
+    "logits_processors": lambda: set(output({"logits_processors": [only_nine]}).token_ids) == {9},
+}
+
+
+def only_nine(history, logits):
+    return torch.full_like(logits, -torch.inf).index_fill(-1, torch.tensor(9), 0.0)
+
+
+def stopping(ignore_eos):
+    """How a text ends whose fifth token is the model's end of sequence."""
+    ending = ModelAdapter(target().model)
+    ending.stop_ids = frozenset([plain()[4]])
+    params = SamplingParams(temperature=0, max_new_tokens=NEW, ignore_eos=ignore_eos)
+    return SpeculativeDecoder(ending, exact=False).generate([PROMPT], params)[0].finish_reason
+
+
+def looked_up(text, **options):
+    """The first draft of a lookup, None if there is none."""
+    session = PromptLookup(**options).bind(target(), SessionOptions(slots=1))
+    lens, limits = (torch.tensor([n], dtype=torch.int32) for n in (len(text), 1))
+    params = SamplingBatch.from_params([SamplingParams()], [len(text)], "cpu")
+    round_ = Round(1, torch.tensor([text]), lens, limits, params, draw=None, needs_logits=False, reads=True)
+    drafts = session.propose(round_)
+    return drafts.tokens[0, 0].item() if drafts.lens.item() else None
+
+
+DRAFTERS = {
+    "PromptLookup.max_ngram": lambda: [looked_up([1, 2, 9, 3, 2, 8, 1, 2], max_ngram=n) for n in (1, 2)] == [8, 9],
+    "PromptLookup.min_ngram": lambda: [looked_up([1, 2, 9, 3, 2], min_ngram=n) for n in (1, 2)] == [9, None],
+    "DraftModel.model": lambda: output(drafter=DraftModel(target().model), adaptive=False).stats.acceptance_rate == 1.0,
+}
+
+
+@pytest.mark.parametrize("name", inspect.signature(SpeculativeDecoder).parameters)
+def test_decoder(name):
+    assert DECODER[name]()
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
+def test_request(name):
+    assert REQUEST[name]()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"{kind.__name__}.{name}" for kind in (PromptLookup, DraftModel) for name in inspect.signature(kind).parameters],
+)
+def test_drafter(name):
+    assert DRAFTERS[name]()
