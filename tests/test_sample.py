@@ -16,7 +16,7 @@ from transformers import (
 from specdec_triton import SamplingParams, ops
 from specdec_triton.ops import SamplingBatch
 from specdec_triton.reference import logits as reference_logits
-from specdec_triton.reference.logits import scaled_logits
+from specdec_triton.reference.logits import best_of, scaled_logits
 from specdec_triton.reference.noise import Stream, gumbel, race
 from specdec_triton.testing import INF, NAN, assert_follows, batch_of, exact_probs
 
@@ -145,6 +145,20 @@ def test_greedy(backend):
     for seed in (0, 9):
         params = batch_of(3, seed=seed, temperature=0, top_k=1, top_p=0.1, min_p=0.5)
         assert ops.sample(logits, params=params, backend=backend).tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_best_of_rows(dtype):
+    """As PyTorch's argmax says, in every dtype and layout; NaN wins, of equal ones the first."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(-3, 4, (5, 4, 30), generator=generator).to(dtype)
+    logits[0, 0], logits[0, 1, 7], logits[0, 2, 9] = -INF, NAN, INF
+    logits[0, 3] = 0.0
+    logits[0, 3, 11] = torch.finfo(dtype).tiny
+    for rows in (logits, logits[..., ::2], logits.transpose(0, 2), logits[:0], logits.clone().requires_grad_()):
+        largest, ids = best_of(rows)
+        assert torch.equal(ids, rows.argmax(-1))
+        torch.testing.assert_close(largest, rows.amax(-1), equal_nan=True, rtol=0, atol=0)
 
 
 def test_greedy_row_in_a_sampled_batch(backend):

@@ -87,7 +87,8 @@ def best_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if logits.device.type != "cpu" or logits.requires_grad:
         return logits.max(-1)
-    ids = torch.from_numpy(logits.float().numpy().argmax(-1))
+    known = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()  # NumPy has no bfloat16
+    ids = torch.from_numpy(known.numpy().argmax(-1))
     return logits.gather(-1, ids[..., None])[..., 0], ids
 
 
