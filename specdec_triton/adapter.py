@@ -286,9 +286,9 @@ class ModelAdapter:
     def _switched(self) -> Iterator[None]:
         """Our attention inside, the module's own outside."""
         before = [config._attn_implementation_internal for config in self._configs]
-        for config in self._configs:
-            config._attn_implementation_internal = IMPLEMENTATION
-        try:
+        try:  # from the first change on: Ctrl-C may come between any two lines
+            for config in self._configs:
+                config._attn_implementation_internal = IMPLEMENTATION
             yield
         finally:
             for config, implementation in zip(self._configs, before, strict=True):

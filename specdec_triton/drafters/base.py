@@ -25,8 +25,8 @@ class Round:
     """What a session may look at, for the n requests in the slots 0 .. n-1.
 
     Attributes:
-        k: the most tokens to draft, K.
-        texts: int64 ``[n,L]``, prompt and output so far. lens: int32 ``[n]``, their lengths; 0 for a slot at rest.
+        k: the most tokens to draft, K, at least 1.
+        texts: int64 ``[n,L]``, prompt and output so far, the decoder's own: not to be written to. lens: int32 ``[n]``, their lengths; 0 for a slot at rest.
         limits: int32 ``[n]``, the most tokens that may be drafted for each request: 0 to K, 0 for a slot at rest.
         params: the requests' sampling parameters; ``position`` is that of the first draft.
         draw: ``(logits [n,V], j) -> (tokens [n], lse [n])`` draws draft number j with the noise that each request's method asks for.

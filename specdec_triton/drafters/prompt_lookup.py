@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from specdec_triton import ops
-from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, nothing
+from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -41,8 +41,6 @@ class _Session(DraftSession):
 
     def propose(self, round_: Round) -> Drafts:
         k = round_.k
-        if k == 0:
-            return nothing(round_.lens)
         tokens, found = ops.ngram_propose(
             round_.texts, round_.lens, k, self._drafter.min_ngram, self._drafter.max_ngram, backend=self._backend
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +18,12 @@ from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, NoDraft
 from specdec_triton.engine.admission import check_params, check_prompt, check_prompts, text_limit
 from specdec_triton.engine.costs import CostModel
+from specdec_triton.engine.interrupts import interrupts_held
 from specdec_triton.engine.loop import Loop
 from specdec_triton.engine.memory import MemoryEstimate, estimate
 from specdec_triton.engine.request import GenerationOutput, RequestHandle
 from specdec_triton.engine.stats import DecoderStats
+from specdec_triton.engine.turns import Turns
 from specdec_triton.engine.warmup import Warmup
 from specdec_triton.errors import OutOfPagesError
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingParams, draw_seed
@@ -115,8 +116,7 @@ class SpeculativeDecoder:
         device = self._target.device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._cancelled: deque[RequestHandle] = deque()
-        self._lock = threading.Lock()
-        self._owner: int | None = None  # the thread that holds the lock
+        self._turns = Turns()
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -135,7 +135,7 @@ class SpeculativeDecoder:
     @property
     def stats(self) -> DecoderStats:
         """Sums over all requests so far."""
-        if self._owner == threading.get_ident():
+        if self._turns.mine:
             return self._loop.stats
         with self._turn():
             return self._loop.stats
@@ -190,26 +190,24 @@ class SpeculativeDecoder:
     def cancel(self, handle: RequestHandle) -> None:
         """End a request with finish_reason ``cancelled``; what it has written stays in its output.
 
-        While another thread is in a step, this does not wait: the request ends with that step.
+        During a step, in another thread or in this one (a logits processor, a signal), this does not wait: the request ends
+        with that step.
         """
-        if handle.decoder is not self:
-            raise ValueError("handle must be a request of this decoder")
-        if self._owner == threading.get_ident():  # from inside a step
-            self._loop.end(handle, "cancelled")
-            return
+        if not isinstance(handle, RequestHandle) or handle.decoder is not self:
+            raise ValueError(f"handle must be a request of this decoder, got {handle!r}")
         self._cancelled.append(handle)
         self._cancel_waiting()
 
     def _cancel_waiting(self) -> None:
         """End what is to be cancelled, unless a thread is in a step: it does so at its end."""
-        while self._cancelled and self._lock.acquire(blocking=False):
+        while self._cancelled and self._turns.take(wait=False):
             try:
-                with torch.inference_mode():
+                with torch.inference_mode(), interrupts_held():
                     while self._cancelled:
                         self._loop.end(self._cancelled.popleft(), "cancelled")
                     self._loop.let_go()
             finally:
-                self._lock.release()
+                self._turns.give()
 
     def _request(self, prompt: Any, params: SamplingParams) -> RequestHandle:
         ids = check_prompt(prompt, self._target.vocab_size)
@@ -234,7 +232,7 @@ class SpeculativeDecoder:
             method=method,
             max_total=limit,
             stop_ids=sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._target.stop_ids)}),
-            limit=k if self._loop.drafting else 0,
+            limit=k if self._loop.drafting.on else 0,
             fixed=not self._adaptive or (method in ops.PATHLESS and params.seed is not None),
             arrival=next(self._arrivals),
         )
@@ -277,16 +275,18 @@ class SpeculativeDecoder:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """One thread at a time; requests that ended inside leave their slots at its end."""
-        if self._owner == threading.get_ident():
+        if self._turns.mine:
             raise RuntimeError("the decoder is in the middle of a round: a logits processor or drafter cannot step it")
-        with self._lock:
-            self._owner = threading.get_ident()
+        with interrupts_held():
+            self._turns.take()
             try:
                 with torch.inference_mode(), self._on_device():
-                    yield
+                    try:
+                        yield
+                    finally:
+                        self._loop.let_go()
             finally:
-                self._loop.let_go()
-                self._owner = None
+                self._turns.give()
         self._cancel_waiting()
 
     @contextmanager

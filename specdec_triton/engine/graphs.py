@@ -110,6 +110,10 @@ def _end_recording(device: torch.device, handle: Any) -> None:
         pass  # it knows
 
 
+def _warn_of(reason: str) -> None:
+    warn(f"a step cannot be captured, so all run eagerly: {reason}", RuntimeWarning)
+
+
 class StepGraphs:
     """Runs steps: the first of each key eagerly, then from its graph.
 
@@ -119,17 +123,21 @@ class StepGraphs:
     Args:
         make_graph: an empty graph; None: all steps run eagerly.
         limit: the most graphs kept; the least recently used goes.
+        failed: is told why a capture failed.
 
     Attributes:
         replays: steps that ran from a graph.
     """
 
-    def __init__(self, make_graph: Callable[[], Graph] | None, *, limit: int = 64) -> None:
+    def __init__(
+        self, make_graph: Callable[[], Graph] | None, *, limit: int = 64, failed: Callable[[str], None] = _warn_of
+    ) -> None:
         if limit < 1:
             raise ValueError(f"limit must be at least 1, got {limit}")
         self.replays = 0
         self._make_graph = make_graph
         self._limit = limit
+        self._failed = failed
         self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
 
     @property
@@ -146,8 +154,8 @@ class StepGraphs:
         """One step.
 
         Raises:
-            Exception: what the step raised while it ran. A capture that fails raises nothing: the step has run by then,
-                there is a warning, and from now on all steps run eagerly.
+            Exception: what the step raised while it ran. A capture that fails raises nothing: the step has run by then, and
+                from now on all steps run eagerly.
         """
         graph = self._graphs.get(key)
         if graph is not None:
@@ -173,17 +181,17 @@ class StepGraphs:
             self._make_graph = None
             self.invalidate()
             reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-            warn(f"a step cannot be captured, so all run eagerly: {reason}", RuntimeWarning)
+            self._failed(reason)
         else:
             self._graphs[key] = graph
 
 
-def graphs_for(device: torch.device, *, limit: int = 64) -> StepGraphs:
+def graphs_for(device: torch.device, *, limit: int = 64, failed: Callable[[str], None] = _warn_of) -> StepGraphs:
     """CUDA graphs that share their memory, up to ``limit`` of them; on other devices steps run eagerly."""
     if device.type != "cuda":
         return StepGraphs(None)
     pool = GraphPool(device)
-    return StepGraphs(lambda: CudaGraph(pool), limit=limit)
+    return StepGraphs(lambda: CudaGraph(pool), limit=limit, failed=failed)
 
 
 def captured(device: torch.device) -> Callable[[Callable[[], object]], Callable[[], object]]:

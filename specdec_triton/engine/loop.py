@@ -19,6 +19,7 @@ from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, SessionOptions
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.costs import CostModel
+from specdec_triton.engine.drafting import Drafting
 from specdec_triton.engine.graphs import graphs_for
 from specdec_triton.engine.notices import Notices
 from specdec_triton.engine.phases import Phases
@@ -44,8 +45,7 @@ class Loop:
         width: the longest text, if it is known; the buffers are as wide from the beginning.
 
     Attributes:
-        target, cache, session, scheduler, passes, shapes, rounds: its parts.
-        drafting: whether requests may draft: until the drafter fails.
+        target, cache, drafting, session, scheduler, passes, shapes, rounds: its parts.
     """
 
     def __init__(
@@ -70,9 +70,11 @@ class Loop:
             growable=num_pages is None,
             max_tokens=width,
         )
-        self.session = drafter.bind(target, SessionOptions(max_batch_size, page_size, num_pages or 0, width, backend))
-        self.drafting = not self.session.silent
-        self._notices = Notices(self.session.max_len)
+        self._notices = Notices()
+        options = SessionOptions(max_batch_size, page_size, num_pages or 0, width, backend)
+        self.drafting = Drafting(drafter, target, options, self._notices.failed)
+        self.session = self.drafting.session
+        self._silenced = not self.drafting.on  # the requests know that nobody drafts
         self._slots = Slots(max_batch_size, width or 0, device)
         self._controller = Controller(max_batch_size, MAX_DRAFT_TOKENS, device, packed=not target.fixed_shapes)
         self._phases = Phases(device)
@@ -97,9 +99,11 @@ class Loop:
             backend,
             self._phases,
         )
-        self.scheduler = Scheduler(self.cache, self._slots, self.session, self._controller, max_batch_size)
+        self.scheduler = Scheduler(self.cache, self._slots, self.drafting, self._controller, max_batch_size)
         sizes = max_batch_size.bit_length() + 1
-        self._graphs = graphs_for(device, limit=max(64, 2 * sizes * (num_draft_tokens + 1)))
+        self._graphs = graphs_for(
+            device, limit=max(64, 2 * sizes * (num_draft_tokens + 1)), failed=self._notices.uncaptured
+        )
         self._buffers: tuple[Any, ...] = ()
         self._depth = _DEPTH if target.fixed_shapes else 0
         largest = self.rounds.report(slice(None), MAX_DRAFT_TOKENS).shape
@@ -136,8 +140,9 @@ class Loop:
         self._read(self._depth if shape is not None else 0)
         self._ended.seconds += time.perf_counter() - start
         self._phases.collect()
-        if not self.scheduler.busy:
-            self._controller.restart()  # so that the same requests are decoded alike again, whatever came before
+        if not self.scheduler.busy:  # from here on the same requests are decoded alike again, whatever came before
+            self._read(0)
+            self._controller.restart()
             self._last_wanted = None
         self._notices.give()
         return self.scheduler.busy
@@ -158,7 +163,8 @@ class Loop:
     def let_go(self) -> None:
         """Free what ended requests hold. Slots move then, so nobody may be working on them."""
         while self._leaving:
-            self.scheduler.remove(self._leaving.pop())
+            self.scheduler.remove(self._leaving[-1])
+            self._leaving.pop()
 
     def _prefill(self, handle: RequestHandle) -> int:
         """The keys of a chunk of the prompt; after the last, the first token. Returns the number of tokens processed."""
@@ -217,6 +223,7 @@ class Loop:
         """Pages for the next round, and its shape; None if nobody decodes. May preempt."""
         if any(handle.params.logits_processors for handle in self.scheduler.decoding()):
             self._read(0)  # they are shown the text
+        self._silence()
         k = self._most_drafts()
         for handle in sorted(self.scheduler.decoding(), key=lambda handle: handle.arrival):
             while handle.slot is not None and not self._reserve(handle, k):
@@ -230,6 +237,7 @@ class Loop:
         for handle in decoding:
             if handle.wanted and handle.length - handle.seen > 2:  # a chunk a step: the others wait for it
                 self._catch_up(handle, min(handle.length, handle.seen + self.scheduler.chunk))
+        self._silence()
         rows = len(self.scheduler.running)
         return self.shapes.of(decoding, rows, min(k, self._most_drafts())) if decoding else None
 
@@ -239,21 +247,19 @@ class Loop:
     def _catch_up(self, handle: RequestHandle, stop: int) -> None:
         """Show the drafter the request's text up to ``stop``."""
         if handle.limit and self.session.seen is not None and handle.slot is not None:
-            try:
-                self.session.extend(handle.slot, self._slots.texts[handle.slot], handle.seen, stop)
-            except Exception as error:
-                self._give_up_drafting(error)
-                return
-            handle.seen, handle.seen_since = stop, self._ended.rounds
+            text = self._slots.texts[handle.slot]
+            if self.drafting.extend(handle.slot, text, handle.seen, stop):
+                handle.seen, handle.seen_since = stop, self._ended.rounds
 
-    def _give_up_drafting(self, error: BaseException) -> None:
-        """The drafter has failed: texts do not need it, so they go on without it."""
-        self._notices.failed(error)
-        self.drafting = False
+    def _silence(self) -> None:
+        """If the drafter has failed, all requests go on without it."""
+        if self.drafting.on or self._silenced:
+            return
+        self._silenced = True
         self._slots.limits.zero_()
         for handle in (*self.scheduler.running, *self.scheduler.waiting):
             if handle.slot is not None and handle.limit:
-                self.session.release(handle.slot)
+                self.drafting.release(handle.slot)
             handle.limit = handle.wanted = 0
 
     def _most_drafts(self) -> int:
@@ -267,19 +273,15 @@ class Loop:
     def _enqueue(self, shape: Shape) -> None:
         handles = self.scheduler.decoding()
         process = self._processing(handles)
-        warning = None
         try:
             self.round(shape, process)
-        except Warning as raised:  # warnings are errors, and the round has been run
-            warning = raised
         except DrafterError as error:
-            self._give_up_drafting(error.__cause__ or error)
+            self.drafting.fail(error.__cause__ or error)
+            self._silence()
             shape = replace(shape, k=0, limit=0, adaptive=False)
             self.round(shape, process)
         self._report(handles, slice(shape.rows), shape.k)
         self._ended.rounds += 1
-        if warning is not None:
-            raise warning
 
     def round(self, shape: Shape, process: Process | None = None) -> None:
         """A round, from its graph if there is one; with logits processors always eagerly."""
@@ -331,11 +333,11 @@ class Loop:
             return
         handle.token_ids += tokens
         handle.stats.count_round(len(tokens), facts["drafted"], facts["accepted"])
-        self._notices.judged(facts["drafted"], facts["accepted"])
+        self._notices.judged(facts["drafted"], facts["accepted"], self.session.adapter is not None)
         if facts["reason"]:
             self.end(handle, REASONS[facts["reason"]])
         elif handle.limit:
-            self._notices.grown(handle.length)
+            self._notices.grown(handle.length, self.session.max_len)
 
     def _processing(self, handles: Sequence[RequestHandle], first: int = 0) -> Process | None:
         """Applies the requests' logits processors to each of their rows, with that row's own history."""

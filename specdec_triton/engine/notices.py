@@ -8,19 +8,14 @@ _MISFIT_DRAFTS, _MISFIT_RATE = 200, 0.02
 
 
 class Notices:
-    """Warnings of one decoder. They wait for :meth:`give`: where warnings are errors, a step must have ended.
+    """Warnings of one decoder. They wait for :meth:`give`: where warnings are errors, a step must have ended."""
 
-    Args:
-        longest: texts longer than this get no drafts; None: no limit.
-    """
-
-    def __init__(self, longest: int | None) -> None:
-        self._longest = longest
+    def __init__(self) -> None:
         self._drafted = self._accepted = 0
         self._given: set[str] = set()
-        self._due: list[str] = []
+        self._due: list[tuple[str, type[Warning]]] = []
 
-    def judged(self, drafted: int, accepted: int) -> None:
+    def judged(self, drafted: int, accepted: int, by_model: bool) -> None:
         """Of drafts: a misloaded draft model costs time and shows nowhere else."""
         self._drafted += drafted
         self._accepted += accepted
@@ -29,17 +24,21 @@ class Notices:
         if self._accepted < _MISFIT_RATE * self._drafted:
             self._warn(
                 "misfit",
-                f"only {self._accepted} of the last {self._drafted} drafts were accepted: plain decoding would be faster"
-                " (does the draft model belong to the target?)",
+                f"only {self._accepted} of the last {self._drafted} drafts were accepted: "
+                + (
+                    "does the draft model belong to the target?"
+                    if by_model
+                    else "this drafter does not suit these texts"
+                ),
             )
         self._drafted = self._accepted = 0
 
-    def grown(self, length: int) -> None:
-        """Of a text that goes on."""
-        if self._longest is not None and length >= self._longest:
+    def grown(self, length: int, longest: int | None) -> None:
+        """Of a text that goes on. longest: texts longer than this get no drafts; None: no limit."""
+        if longest is not None and length >= longest:
             self._warn(
                 "outgrown",
-                f"a text has outgrown the draft model's context of {self._longest} tokens; it goes on without drafts",
+                f"a text has outgrown the draft model's context of {longest} tokens; it goes on without drafts",
             )
 
     def not_finite(self) -> None:
@@ -48,15 +47,21 @@ class Notices:
     def failed(self, error: BaseException) -> None:
         self._warn("failed", f"the drafter failed, and decoding goes on without it: {type(error).__name__}: {error}")
 
+    def foreign(self) -> None:
+        self._warn("foreign", "the drafter drafts ids outside the target's vocabulary; those drafts are dropped")
+
+    def uncaptured(self, reason: str) -> None:
+        self._warn("uncaptured", f"a step cannot be captured, so all run eagerly: {reason}", RuntimeWarning)
+
     def inexact(self, error: Exception) -> None:
         self._warn("inexact", f"{error}; the text may differ from plain decoding at near-ties")
 
     def give(self) -> None:
         """Warn of what has come up."""
         while self._due:
-            warn(self._due.pop(0))
+            warn(*self._due.pop(0))
 
-    def _warn(self, kind: str, message: str) -> None:
+    def _warn(self, kind: str, message: str, category: type[Warning] = UserWarning) -> None:
         if kind not in self._given:
             self._given.add(kind)
-            self._due.append(message)
+            self._due.append((message, category))

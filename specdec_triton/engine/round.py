@@ -83,11 +83,12 @@ class Rounds:
         lens = torch.where(self._slots.live[rows], self._slots.lens[rows], 0)
         wanted, drafts = self._draft(shape, lens)
         packed = process is None and self._packs(drafts)
-        logits = self._verify(shape, lens, drafts, packed)
+        counts = torch.where(lens > 0, drafts.lens + 1, 0)
+        logits = self._verify(shape, lens, drafts, counts, packed)
         if process is not None:
             logits = process(drafts.tokens, drafts.lens, logits)
         with self._phases("accept"):
-            result = (self._judge_apart if packed else self._judge)(rows, shape, drafts, logits)
+            result = self._judge(rows, shape, drafts, logits, counts if packed else None)
         drafted, accepted = self._commit(rows, drafts, result, wanted)
         if shape.adaptive and not (self._reads and drafts.tokens.shape[1] == 0):  # of no drafts nothing is learnt
             # A drafter that has to catch up first has not been heard yet.
@@ -106,7 +107,7 @@ class Rounds:
         drafts = Drafts(tokens[:, 1:], counts - 1)
         packed = self._packs(drafts)
         logits = self._score(tokens, cache, cache.block_table[:n], context, counts, shape.exact, packed)
-        (self._judge_apart if packed else self._judge)(slice(n), shape, drafts, logits)
+        self._judge(slice(n), shape, drafts, logits, counts if packed else None)
 
     @torch.inference_mode()
     def first_token(self, slot: int, shape: Shape, logits: torch.Tensor, process: Process | None = None) -> None:
@@ -137,12 +138,14 @@ class Rounds:
             wanted = self._plan(shape, wanted)
         limits = wanted.clamp(max=shape.k)
         k = min(shape.k, int(limits.max())) if self._reads else shape.k
+        if k == 0:
+            return wanted, nothing(lens)
         params = s.params(slice(n), shape.has_filters)
         round_ = Round(
             k=k,
             texts=s.texts[:n, : shape.width],
-            lens=lens,
-            limits=limits,
+            lens=lens.clone(),
+            limits=limits.clone(),
             params=params,
             draw=self._drawing(shape, params),
             needs_logits=any(method in ops.BY_PROBABILITY for method in shape.methods),
@@ -182,8 +185,9 @@ class Rounds:
         return Drafts(drafts.tokens[:, :k], drafts.lens, logits, lse, drafts.failed)
 
     def _check(self, drafts: Drafts, n: int, k: int) -> None:
-        """Raises ValueError, naming the session's module, for what is not as :class:`Drafts` promises."""
-        name = f"{type(self._session).__module__.rsplit('.', 1)[-1]}'s drafts"
+        """Raises ValueError, naming the session, for what is not as :class:`Drafts` promises."""
+        session = type(self._session)
+        name = f"{session.__module__.rsplit('.', 1)[-1]}.{session.__qualname__}'s drafts"
         require(isinstance(drafts, Drafts), name, "Drafts", type(drafts).__name__)
         check_tensor(f"{name}.tokens", drafts.tokens, (n, None), self._slots.lens)
         check_tensor(f"{name}.lens", drafts.lens, (n,), self._slots.lens)
@@ -194,6 +198,16 @@ class Rounds:
         if self._reads and n:
             low, high = (int(x) for x in drafts.lens.aminmax())
             require(low >= 0 and high <= given, f"{name}.lens", f"from 0 to {given}", [low, high])
+        if drafts.failed is not None:
+            check_tensor(f"{name}.failed", drafts.failed, (n,), self._slots.lens)
+        if drafts.logits is not None:
+            check_tensor(f"{name}.logits", drafts.logits, (n, given, self._target.vocab_size), self._slots.lens)
+            floating = drafts.logits.is_floating_point()
+            require(floating, f"{name}.logits", "of a floating dtype", drafts.logits.dtype)
+        if drafts.lse is not None:
+            require(drafts.logits is not None, f"{name}.lse", "given together with logits", "alone")
+            check_tensor(f"{name}.lse", drafts.lse, (n, given), self._slots.lens)
+            require(drafts.lse.dtype == torch.float32, f"{name}.lse", "float32", drafts.lse.dtype)
 
     def _drawing(
         self, shape: Shape, params: ops.SamplingBatch
@@ -221,16 +235,17 @@ class Rounds:
         """Whether some requests drafted and others did not: then nobody's logits are padded to K+1 rows."""
         return self._reads and drafts.tokens.shape[1] > 0 and int(drafts.lens.min()) == 0
 
-    def _verify(self, shape: Shape, lens: torch.Tensor, drafts: Drafts, packed: bool) -> torch.Tensor:
+    def _verify(
+        self, shape: Shape, lens: torch.Tensor, drafts: Drafts, counts: torch.Tensor, packed: bool
+    ) -> torch.Tensor:
         """Score every draft and the place after it in one pass: logits ``[n,K+1,V]``, or packed (see ``forward``)."""
         s, n = self._slots, shape.rows
         context = (lens - 1).clamp(min=0)
         last = s.texts[:n, : shape.width].gather(1, context.long()[:, None])
         tokens = torch.cat([last, drafts.tokens], 1).clamp(0, self._target.vocab_size - 1)
-        queries = torch.where(lens > 0, drafts.lens + 1, 0)
         table = self._cache.block_table[:n, : shape.columns]
         with self._phases("verify"):
-            return self._score(tokens, self._cache, table, context, queries, shape.exact, packed)
+            return self._score(tokens, self._cache, table, context, counts, shape.exact, packed)
 
     def _score(
         self,
@@ -238,27 +253,29 @@ class Rounds:
         cache: KVCache,
         table: torch.Tensor,
         context: torch.Tensor,
-        queries: torch.Tensor,
+        counts: torch.Tensor,
         exact: bool,
         packed: bool,
     ) -> torch.Tensor:
-        count = int(queries.sum()) if self._reads else tokens.numel()
-        rows = self._passes.pad(count) if exact else None
-        return self._target.forward(tokens, cache, table, context, queries, rows=rows, packed=packed)
+        total = int(counts.sum()) if self._reads else tokens.numel()
+        rows = self._passes.pad(total) if exact else None
+        return self._target.forward(tokens, cache, table, context, counts, rows=rows, packed=packed)
 
     # Accept and commit.
 
-    def _judge(self, rows: slice, shape: Shape, drafts: Drafts, logits: torch.Tensor) -> ops.AcceptResult:
-        """Keep the right prefix of each draft and the token that the target adds."""
-        params, methods = self._slots.params(rows, shape.has_filters), self._slots.methods[rows]
-        return self._by_methods(shape, methods, drafts, logits, params)
+    def _judge(
+        self, rows: slice, shape: Shape, drafts: Drafts, logits: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> ops.AcceptResult:
+        """Keep the right prefix of each draft and the token that the target adds.
 
-    def _judge_apart(self, rows: slice, shape: Shape, drafts: Drafts, logits: torch.Tensor) -> ops.AcceptResult:
-        """The same of packed logits ``[N,V]``: requests that drafted, and those that did not, so that the latter's logits are
-        not padded to K+1 rows."""
+        Args:
+            counts: int32 ``[n]``, the logits' rows of each request, if those are packed ``[N,V]``. Then requests that drafted
+                are judged apart from those that did not, so that the latter's logits are not padded to K+1 rows.
+        """
         params, methods = self._slots.params(rows, shape.has_filters), self._slots.methods[rows]
-        scored = torch.where(self._slots.live[rows], drafts.lens + 1, 0)
-        first = scored.cumsum(0) - scored
+        if counts is None:
+            return self._by_methods(shape, methods, drafts, logits, params)
+        first = counts.cumsum(0) - counts
         n, width = len(drafts.lens), drafts.tokens.shape[1] + 1
         tokens = drafts.tokens.new_full((n, width), ops.PAD)
         accepted, status = torch.zeros_like(drafts.lens), torch.zeros_like(drafts.lens)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from specdec_triton.drafters import DraftSession
 from specdec_triton.engine.controller import Controller
+from specdec_triton.engine.drafting import Drafting
 from specdec_triton.engine.request import RequestHandle
 from specdec_triton.engine.slots import Slots
 from specdec_triton.errors import OutOfPagesError
@@ -30,14 +30,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: KVCache, slots: Slots, session: DraftSession, controller: Controller, max_batch_size: int
+        self, cache: KVCache, slots: Slots, drafting: Drafting, controller: Controller, max_batch_size: int
     ) -> None:
         self.chunk = PREFILL_CHUNK
         self.waiting: deque[RequestHandle] = deque()
         self.running: list[RequestHandle] = []
         self._cache = cache
         self._slots = slots
-        self._session = session
+        self._drafting = drafting
         self._controller = controller
         self._max_batch_size = max_batch_size
 
@@ -78,7 +78,7 @@ class Scheduler:
 
     def _empty(self, slot: int) -> None:
         self._cache.release(slot)
-        self._session.release(slot)
+        self._drafting.release(slot)
         self._slots.leave(slot)
 
     def _settle(self, handle: RequestHandle, slot: int) -> bool:
@@ -96,7 +96,7 @@ class Scheduler:
             pages, of_drafter = handle.saved
             self._cache.swap_in(slot, pages)
             if handle.limit:
-                self._session.swap_in(slot, of_drafter)
+                self._drafting.swap_in(slot, of_drafter)
             self._slots.live[slot] = handle.decoding
         else:
             handle.prefilled = handle.stats.shared_tokens = adopted
@@ -116,7 +116,7 @@ class Scheduler:
     def _reserve(self, handle: RequestHandle, slot: int, tokens: int) -> None:
         self._cache.reserve(slot, tokens)
         if handle.limit:
-            self._session.reserve(slot, tokens)
+            self._drafting.reserve(slot, tokens)
 
     def newest(self) -> RequestHandle:
         return max(self.running, key=lambda handle: handle.arrival)
@@ -126,7 +126,7 @@ class Scheduler:
         assert handle.slot is not None
         assert handle.in_flight == 0
         keys = handle.length - 1 if handle.decoding else handle.prefilled
-        of_drafter = self._session.swap_out(handle.slot, min(handle.seen, keys)) if handle.limit else None
+        of_drafter = self._drafting.swap_out(handle.slot, min(handle.seen, keys)) if handle.limit else None
         handle.seen = min(handle.seen, keys)
         handle.saved = self._cache.swap_out(handle.slot, keys), of_drafter
         handle.stats.preemptions += 1
@@ -141,7 +141,7 @@ class Scheduler:
                 self.waiting.remove(handle)
             return
         self._cache.release(handle.slot)
-        self._session.release(handle.slot)
+        self._drafting.release(handle.slot)
         self._vacate(handle)
 
     def _vacate(self, handle: RequestHandle) -> None:
@@ -153,7 +153,7 @@ class Scheduler:
         if last is handle:
             self._slots.leave(slot)
             return
-        for part in (self._cache, self._session, self._slots, self._controller):
+        for part in (self._cache, self._drafting, self._slots, self._controller):
             part.move(len(self.running), slot)
         self.running[slot] = last
         last.slot = slot

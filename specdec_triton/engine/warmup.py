@@ -31,7 +31,7 @@ class Warmup:
 
     @property
     def _most_drafts(self) -> int:
-        return self._num_draft_tokens if self._loop.drafting else 0
+        return self._num_draft_tokens if self._loop.drafting.on else 0
 
     def test_rows(self) -> None:
         """Find the invariant row counts that rounds will need."""
