@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -44,8 +45,14 @@ def integers(name: str, x: Any, shape: tuple[int | None, ...], like: torch.Tenso
     return x.to(dtype)
 
 
+def check_bool(name: str, value: Any, *, optional: bool = False) -> None:
+    allowed = "True, False or None" if optional else "True or False"
+    require(isinstance(value, bool) or (optional and value is None), name, allowed, repr(value))
+
+
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    holds = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    integer = isinstance(value, Integral) and not isinstance(value, bool)
+    holds = integer and value >= low and (high is None or value <= high)
     require(holds, name, f"an integer >= {low}" if high is None else f"an integer from {low} to {high}", repr(value))
 
 

@@ -86,6 +86,7 @@ class SamplingParams:
             "stop_token_ids",
             "integers >= 0",
         )
+        _require(isinstance(self.ignore_eos, bool), self, "ignore_eos", "True or False")
         k = self.num_draft_tokens
         _require(
             k is None or (_integer(k) and 0 <= k <= MAX_DRAFT_TOKENS),

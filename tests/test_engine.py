@@ -790,7 +790,7 @@ def test_a_failing_processor_ends_its_own_request():
     engine.run()
     assert bad.output.finish_reason == "error"
     assert isinstance(bad.exception, ZeroDivisionError)
-    assert "a logits processor failed: no" in bad.output.error
+    assert "the logits processor fails failed: ZeroDivisionError: no" in bad.output.error
     assert bad.output.token_ids == plain_greedy(target(), PROMPTS[0], 20)[: len(bad.output.token_ids)]
     assert len(bad.output.token_ids) >= 2
     assert good.output.token_ids == plain_greedy(target(), PROMPTS[1], NEW)

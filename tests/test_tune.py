@@ -29,7 +29,7 @@ def no_models(monkeypatch):
             assert (target, drafter) == ("target", "drafter")
             if max_batch_size > 8:
                 raise ValueError("the drafter does not fit")
-            self.target = SimpleNamespace(fixed_shapes=False)
+            self.target = SimpleNamespace(fixed_shapes=False, device="cpu")
 
         def tune(self):
             print("library noise")

@@ -67,8 +67,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(target: Any, drafter: Any, args: argparse.Namespace) -> tuple[CostModel, bool]:
-    """The costs, and whether passes are packed."""
+    """The costs of the batches asked for (the file may hold larger ones), and whether passes are packed."""
     from specdec_triton.engine import SpeculativeDecoder
+    from specdec_triton.engine.costs import CostModel
 
     try:
         decoder = SpeculativeDecoder(
@@ -76,7 +77,10 @@ def _measure(target: Any, drafter: Any, args: argparse.Namespace) -> tuple[CostM
         )
     except ValueError as error:  # the drafter does not fit
         raise UsageError(str(error)) from error
-    return decoder.tune(), not decoder.target.fixed_shapes
+    measured = decoder.tune()
+    asked = {(n, d): seconds for (n, d), seconds in measured.target.items() if n <= args.max_batch_size}
+    draft = {n: seconds for n, seconds in (measured.draft or {}).items() if n <= args.max_batch_size}
+    return CostModel(asked, draft, device=decoder.target.device), not decoder.target.fixed_shapes
 
 
 def choose(curve: Curve, n: int, max_k: int, rate: float, packed: bool) -> list[int]:

@@ -51,6 +51,7 @@ class Drafts:
     Attributes:
         logits: ``[n,K',V]`` raw draft logits, and lse ``[n,K']`` (see ``ops.sample``); None: the drafts were certain.
         failed: bool ``[n]``, whose drafts ended early because the drafter's numbers were not finite; None: nobody's.
+        foreign: bool ``[n]``, whose held an id outside the target's vocabulary; the decoder finds that out.
     """
 
     tokens: torch.Tensor
@@ -58,6 +59,7 @@ class Drafts:
     logits: torch.Tensor | None = None
     lse: torch.Tensor | None = None
     failed: torch.Tensor | None = None
+    foreign: torch.Tensor | None = None
 
     def of(self, requests: torch.Tensor, k: int) -> Drafts:
         """The first k drafts of some requests, int64 ``[n']``."""

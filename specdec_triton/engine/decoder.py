@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specdec_triton import ops
-from specdec_triton._checks import check_integer
+from specdec_triton._checks import check_bool, check_integer
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, NoDraft
 from specdec_triton.engine.admission import check_params, check_prompt, check_prompts, text_limit
@@ -82,6 +82,8 @@ class SpeculativeDecoder:
         for name, value in (("max_seq_len", max_seq_len), ("num_pages", num_pages)):
             if value is not None:
                 check_integer(name, value, 1)
+        check_bool("adaptive", adaptive)
+        check_bool("exact", exact, optional=True)
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         if drafter is not None and not isinstance(drafter, Drafter):

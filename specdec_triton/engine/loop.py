@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from specdec_triton._checks import check_tensor
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, SessionOptions
 from specdec_triton.engine.controller import Controller
@@ -328,8 +329,11 @@ class Loop:
             handle.seen = min(facts["seen"], handle.length + len(tokens) - 1)
         if facts["failed"]:
             self._notices.not_finite()
+        if facts["foreign"]:
+            self._notices.foreign()
         if facts["reason"] == ERROR:
-            self.end(handle, "error", "the target's logits held NaN, +inf, or nothing but -inf")
+            whose = "the processed logits" if handle.params.logits_processors else "the target's logits"
+            self.end(handle, "error", f"{whose} held NaN, +inf, or nothing but -inf")
             return
         handle.token_ids += tokens
         handle.stats.count_round(len(tokens), facts["drafted"], facts["accepted"])
@@ -351,17 +355,19 @@ class Loop:
             for handle in handles:
                 assert handle.slot is not None
                 b = handle.slot - first
-                text = self._slots.texts[handle.slot, : handle.length]
+                text, name = self._slots.texts[handle.slot, : handle.length], ""
                 try:
                     for t in range(drafted[b] + 1):
                         history = torch.cat([text, tokens[b, :t]])[None]
                         row = logits[b, t][None]
                         for processor in handle.params.logits_processors:
+                            name = getattr(processor, "__name__", type(processor).__name__)
                             row = processor(history, row)
+                            check_tensor(f"the logits of {name}", row, (1, logits.shape[-1]), logits)
                         logits[b, t] = row[0]
                 except Exception as error:
                     handle.exception = error
-                    self.end(handle, "error", f"a logits processor failed: {error}")
+                    self.end(handle, "error", f"the logits processor {name} failed: {type(error).__name__}: {error}")
             return logits
 
         return process

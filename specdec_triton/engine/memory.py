@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from specdec_triton.fusion.packed_linear import PackedLinear
+
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
 
@@ -67,4 +69,7 @@ def estimate(
 
 def _weights(adapter: ModelAdapter) -> int:
     tensors = [*adapter.model.parameters(), *adapter.model.buffers()]
-    return sum({x.data_ptr() or id(x): x.nbytes for x in tensors}.values())  # tied ones once
+    layers = [layer for layer in adapter.model.modules() if isinstance(layer, PackedLinear)]
+    packed = {id(layer._packed): layer.packed_bytes for layer in layers}
+    plain = sum({x.data_ptr() or id(x): x.nbytes for x in tensors}.values())  # tied ones once
+    return plain + sum(packed.values())

@@ -27,7 +27,16 @@ from specdec_triton.exactness import ExactPasses
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
-COLUMNS = ("count", "drafted", "accepted", "reason", "wanted", "seen", "failed")  # of a report, before its tokens
+COLUMNS = (
+    "count",
+    "drafted",
+    "accepted",
+    "reason",
+    "wanted",
+    "seen",
+    "failed",
+    "foreign",
+)  # of a report, before its tokens
 
 
 class DrafterError(Exception):
@@ -174,7 +183,9 @@ class Rounds:
             return
         foreign = (drafts.tokens < 0) | (drafts.tokens >= self._target.vocab_size)
         first_foreign = torch.where(foreign, self._steps[:width], width).amin(1)
-        drafts.lens = torch.minimum(torch.minimum(drafts.lens, limits), first_foreign)
+        lens = torch.minimum(drafts.lens, limits)
+        drafts.lens = torch.minimum(lens, first_foreign)
+        drafts.foreign = drafts.lens < lens
 
     def _slim(self, drafts: Drafts) -> Drafts:
         """Without the columns that nobody drafted, where that may be known."""
@@ -182,7 +193,7 @@ class Rounds:
         if width == 0 or not self._reads or width == (k := int(drafts.lens.max())):
             return drafts
         logits, lse = (None if x is None else x[:, :k] for x in (drafts.logits, drafts.lse))
-        return Drafts(drafts.tokens[:, :k], drafts.lens, logits, lse, drafts.failed)
+        return Drafts(drafts.tokens[:, :k], drafts.lens, logits, lse, drafts.failed, drafts.foreign)
 
     def _check(self, drafts: Drafts, n: int, k: int) -> None:
         """Raises ValueError, naming the session, for what is not as :class:`Drafts` promises."""
@@ -337,13 +348,14 @@ class Rounds:
         drafted = torch.where(count <= accepted, count, drafts.lens)
         accepted = torch.minimum(accepted, count)
 
+        seen = self._zeros[rows] if self._session.seen is None else self._session.seen[rows]
+        broken = self._zeros[rows] if drafts.failed is None else drafts.failed
+        foreign = self._zeros[rows] if drafts.foreign is None else drafts.foreign
+        facts = torch.stack((count, drafted, accepted, reason, wanted, seen, broken, foreign), 1)
+        self.report(rows, width - 1).copy_(torch.cat((facts, tokens), 1))
+
         # All tokens, also those past the count: what lies past a text's length is never read.
         s.texts[rows].scatter_(1, lens.long()[:, None] + step, tokens)
         lens += count
         live &= reason == RUNNING
-
-        seen = self._zeros[rows] if self._session.seen is None else self._session.seen[rows]
-        broken = self._zeros[rows] if drafts.failed is None else drafts.failed
-        facts = torch.stack((count, drafted, accepted, reason, wanted, seen, broken), 1)
-        self.report(rows, width - 1).copy_(torch.cat((facts, tokens), 1))
         return drafted, accepted

@@ -21,6 +21,7 @@ from torch import nn
 
 _TOLERANCE = 2.0**-24  # of the largest weight: below the rounding of one fp32 addition
 _ROWS = 4  # oneDNN lays weights out for this many
+_FBGEMM_WIDTH = 512
 _CHECKED_OUTPUTS = 4096  # of a layer, when a packing is chosen; each layer is checked whole when it is packed
 
 
@@ -50,6 +51,11 @@ class PackedLinear(nn.Module):
     def can_pack(weight: torch.Tensor) -> bool:
         """Whether this machine can compute with ``weight`` packed, without a loss."""
         raise NotImplementedError
+
+    @property
+    def packed_bytes(self) -> int:
+        """What the packed weights take."""
+        return self.out_features * self.in_features * self.dtype.itemsize
 
     @property
     def weight(self) -> torch.Tensor:
@@ -133,6 +139,10 @@ class FbgemmLinear(PackedLinear):
             float((rows.float() - rows.half().float()).abs().max()) <= _TOLERANCE * largest
             for rows in weight.split(4096)
         )
+
+    @property
+    def packed_bytes(self) -> int:
+        return self.out_features * -(-self.in_features // _FBGEMM_WIDTH) * _FBGEMM_WIDTH * 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() == 1:
