@@ -37,6 +37,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, logits_process
 
 from specdec_triton import ops
+from specdec_triton._checks import require
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter
 from specdec_triton.engine import METHODS, SpeculativeDecoder
@@ -141,6 +142,16 @@ class SpeculativeGenerate:
             raise ValueError(f"num_draft_tokens must be from 0 to {MAX_DRAFT_TOKENS}, got {num_draft_tokens!r}")
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        streams = streamer is None or all(callable(getattr(streamer, name, None)) for name in ("put", "end"))
+        require(
+            streams,
+            "streamer",
+            "None or a streamer with put() and end(), such as transformers' TextStreamer",
+            repr(streamer),
+        )
+        given = _strings(stop_strings) if isinstance(stop_strings, (str, list, tuple, set)) else None
+        fits = stop_strings is None or (given is not None and all(isinstance(x, str) and x for x in given))
+        require(fits, "stop_strings", "None, a string, or a list of strings, none of them empty", repr(stop_strings))
         if stop_strings is not None and tokenizer is None:
             raise ValueError("stop_strings needs the tokenizer: speculative(..., tokenizer=..., stop_strings=...)")
         self._drafter = drafter

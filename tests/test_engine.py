@@ -570,6 +570,16 @@ def test_iterating_over_a_handle():
     assert list(handles[3]) == plain()[3]
 
 
+def test_a_handle_says_how_it_stands():
+    engine = decoder()
+    handle = engine.submit(PROMPTS[1], greedy())
+    assert repr(handle) == "<RequestHandle: waiting, 2 prompt tokens, 0 new>"
+    engine.step()
+    assert "running" in repr(handle)
+    engine.run()
+    assert repr(handle) == f"<RequestHandle: length, 2 prompt tokens, {NEW} new>"
+
+
 def test_iteration_ends_with_a_cancelled_request():
     handle = decoder(random_drafts(whole()), 4).submit(PROMPTS[0], greedy())
     seen = []

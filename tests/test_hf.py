@@ -591,6 +591,9 @@ def test_arguments_of_speculative(model, tokenizer):
         ({"num_draft_tokens": True}, "num_draft_tokens"),
         ({"method": "fastest"}, "method"),
         ({"stop_strings": "x"}, "tokenizer"),
+        ({"stop_strings": 5}, "stop_strings must be None, a string"),
+        ({"stop_strings": ["x", ""]}, "stop_strings must be None, a string"),
+        ({"streamer": 5}, "streamer must be None or a streamer"),
     ):
         with pytest.raises(ValueError, match=name):
             speculative(**options)

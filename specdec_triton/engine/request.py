@@ -86,6 +86,11 @@ class RequestHandle:
         self.decoder = decoder
         self._started: float | None = None
 
+    def __repr__(self) -> str:
+        state = "waiting" if self.slot is None else "running"
+        state = state if self.output is None else self.output.finish_reason
+        return f"<RequestHandle: {state}, {len(self.prompt)} prompt tokens, {len(self.token_ids)} new>"
+
     @property
     def length(self) -> int:
         """Tokens of prompt and output."""
