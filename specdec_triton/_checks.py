@@ -46,7 +46,7 @@ def integers(name: str, x: Any, shape: tuple[int | None, ...], like: torch.Tenso
 
 
 def check_bool(name: str, value: Any, *, optional: bool = False) -> None:
-    allowed = "True, False or None" if optional else "True or False"
+    allowed = "a bool or None" if optional else "a bool"
     require(isinstance(value, bool) or (optional and value is None), name, allowed, repr(value))
 
 
@@ -158,7 +158,7 @@ def check_path(
 
 def check_rotary(cos: Any, sin: Any, interleaved: Any, k: torch.Tensor) -> None:
     """Both or neither; ``[B,T,R]`` or ``[1,T,R]`` with R even and at most D."""
-    require(isinstance(interleaved, bool), "interleaved", "a bool", repr(interleaved))
+    check_bool("interleaved", interleaved)
     if cos is None and sin is None:
         return
     require(cos is not None, "cos", "given together with sin", None)

@@ -149,14 +149,12 @@ class SpeculativeGenerate:
             "None or a streamer with put() and end(), such as transformers' TextStreamer",
             repr(streamer),
         )
-        given = _strings(stop_strings) if isinstance(stop_strings, (str, list, tuple, set)) else None
-        fits = stop_strings is None or (given is not None and all(isinstance(x, str) and x for x in given))
-        require(fits, "stop_strings", "None, a string, or a list of strings, none of them empty", repr(stop_strings))
-        if stop_strings is not None and tokenizer is None:
+        strings = None if stop_strings is None else _strings(stop_strings)
+        if strings is not None and tokenizer is None:
             raise ValueError("stop_strings needs the tokenizer: speculative(..., tokenizer=..., stop_strings=...)")
         self._drafter = drafter
         self._streamer = streamer
-        self._stop_strings = [] if stop_strings is None else [StopStringCriteria(tokenizer, _strings(stop_strings))]
+        self._stop_strings = [] if strings is None else [StopStringCriteria(tokenizer, strings)]
         self._method = method
         self._options = options
         self._decoders: WeakKeyDictionary[Any, tuple[SpeculativeDecoder, int]] = WeakKeyDictionary()
@@ -436,5 +434,11 @@ def _check_kwargs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
     return real
 
 
-def _strings(strings: str | Sequence[str]) -> list[str]:
-    return [strings] if isinstance(strings, str) else list(strings)
+def _strings(given: Any) -> list[str]:
+    """One string or several, as a list."""
+    strings: list[Any] = (
+        [given] if isinstance(given, str) else list(given) if isinstance(given, (list, tuple, set)) else [None]
+    )
+    fits = all(isinstance(x, str) and x for x in strings)
+    require(fits, "stop_strings", "None, a string, or a list of strings, none of them empty", repr(given))
+    return strings

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from specdec_triton._checks import (
+    check_bool,
     check_caches,
     check_floating,
     check_integer,
@@ -451,7 +452,7 @@ def _unpack(params: SamplingBatch, batch: int, like: torch.Tensor) -> tuple:
             most = 1.0 if name != "temperature" else torch.finfo(torch.float32).max
             require(low >= 0 and high <= most, f"params.{name}", f"from 0 to {most:g}", (low, high))
     flag = params.has_filters
-    require(flag is None or isinstance(flag, bool), "params.has_filters", "a bool or None", repr(flag))
+    check_bool("params.has_filters", flag, optional=True)
     whole = ((name, torch.int32 if name == "top_k" else torch.int64) for name in ("top_k", "seed", "position"))
     top_k, seed, position = (
         integers(f"params.{name}", getattr(params, name), (batch,), like, dtype) for name, dtype in whole

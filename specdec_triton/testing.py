@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions
 from specdec_triton.kv_cache import UNUSED, KVCache
 from specdec_triton.sampling import SamplingBatch, SamplingParams
@@ -381,6 +382,13 @@ def toy_model(kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.
 
 
 @torch.inference_mode()
+def toy_adapter(mode: str = "reads") -> ModelAdapter:
+    """Of the toy model, decoded as on a CPU (``reads``) or as on a device (``device``: fixed shapes, one round ahead)."""
+    adapter = ModelAdapter(toy_model())
+    adapter.fixed_shapes = mode == "device"
+    return adapter
+
+
 def plain_greedy(model: Any, prompt: Sequence[int], new: int) -> list[int]:
     """New tokens of transformers' own greedy ``generate``."""
     ids = torch.tensor([list(prompt)])

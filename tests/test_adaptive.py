@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
-from specdec_triton.adapter import ModelAdapter
 from specdec_triton.engine.costs import CostModel
-from specdec_triton.testing import ScriptedDrafter, always_right, always_wrong, plain_greedy, random_drafts, toy_model
+from specdec_triton.testing import (
+    ScriptedDrafter,
+    always_right,
+    always_wrong,
+    plain_greedy,
+    random_drafts,
+    toy_adapter,
+    toy_model,
+)
 
 PROMPTS = [[3, 5, 7, 3, 5, 7, 3, 5, 7, 11, 3], [2, 9], [60], [20, 21, 22, 23]]
 NEW = 90
@@ -19,11 +26,7 @@ DEAR = {(n, n * k): 1.0 + k for n in (1, 8) for k in (0, 4)}  # seconds: a row c
 CHEAP = {(n, n * k): 1.0 + 0.02 * k for n in (1, 8) for k in (0, 4)}
 
 
-@lru_cache
-def target(mode="reads"):
-    adapter = ModelAdapter(toy_model())
-    adapter.fixed_shapes = mode == "device"
-    return adapter
+target = lru_cache(toy_adapter)
 
 
 @lru_cache
@@ -154,9 +157,7 @@ def depths(engine):
 
 def test_a_drafter_that_finds_nothing_costs_no_rows():
     """On a device all rows of a round are paid for, drafted or not: K goes to 0 while lookups find no match."""
-    model = ModelAdapter(toy_model())
-    model.fixed_shapes = True
-    engine = SpeculativeDecoder(model, PromptLookup(max_ngram=9, min_ngram=9), exact=False)
+    engine = SpeculativeDecoder(toy_adapter("device"), PromptLookup(max_ngram=9, min_ngram=9), exact=False)
     engine._loop.rounds.costs = CostModel({(1, 0): 1.0, (1, 4): 1.8}, {})
     seen = depths(engine)
     (out,) = engine.generate([PROMPTS[1]], greedy())

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
-from specdec_triton.adapter import ModelAdapter
-from specdec_triton.testing import TOY_VOCAB, always_right, assert_pages_add_up, plain_greedy, toy_model
+from specdec_triton.testing import TOY_VOCAB, always_right, assert_pages_add_up, plain_greedy, toy_adapter, toy_model
 
 NEW = 24
 CHUNK = 8
@@ -24,11 +23,7 @@ DRAFTERS = {"none": NoDraft, "lookup": PromptLookup, "model": lambda: DraftModel
 MODES = pytest.mark.parametrize("mode", ["reads", "device"])
 
 
-@lru_cache
-def target(mode="reads"):
-    adapter = ModelAdapter(toy_model())
-    adapter.fixed_shapes = mode == "device"
-    return adapter
+target = lru_cache(toy_adapter)
 
 
 @lru_cache

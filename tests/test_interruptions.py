@@ -17,18 +17,21 @@ from specdec_triton.adapter import IMPLEMENTATION, ModelAdapter
 from specdec_triton.drafters import Drafter, Drafts, DraftSession
 from specdec_triton.engine.interrupts import interrupts_held
 from specdec_triton.engine.turns import Turns
-from specdec_triton.testing import ScriptedDrafter, always_right, assert_pages_add_up, plain_greedy, toy_model
+from specdec_triton.testing import (
+    ScriptedDrafter,
+    always_right,
+    assert_pages_add_up,
+    plain_greedy,
+    toy_adapter,
+    toy_model,
+)
 
 PROMPTS = [[3, 5, 7, 3, 5, 7, 3, 5, 7, 11, 3], [2, 9], [60, 61, 60, 61, 60]]
 NEW = 20
 MODES = pytest.mark.parametrize("mode", ["reads", "device"])
 
 
-@lru_cache
-def target(mode="reads"):
-    adapter = ModelAdapter(toy_model())
-    adapter.fixed_shapes = mode == "device"
-    return adapter
+target = lru_cache(toy_adapter)
 
 
 @lru_cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,8 @@ class Round:
 
     Attributes:
         k: the most tokens to draft, K, at least 1.
-        texts: int64 ``[n,L]``, prompt and output so far, the decoder's own: not to be written to. lens: int32 ``[n]``, their lengths; 0 for a slot at rest.
+        texts: int64 ``[n,L]``, prompt and output so far, the decoder's own: not to be written to.
+        lens: int32 ``[n]``, their lengths; 0 for a slot at rest.
         limits: int32 ``[n]``, the most tokens that may be drafted for each request: 0 to K, 0 for a slot at rest.
         params: the requests' sampling parameters; ``position`` is that of the first draft.
         draw: ``(logits [n,V], j) -> (tokens [n], lse [n])`` draws draft number j with the noise that each request's method asks for.
@@ -61,10 +62,17 @@ class Drafts:
     failed: torch.Tensor | None = None
     foreign: torch.Tensor | None = None
 
-    def of(self, requests: torch.Tensor, k: int) -> Drafts:
-        """The first k drafts of some requests, int64 ``[n']``."""
-        logits, lse = (None if x is None else x[requests, :k] for x in (self.logits, self.lse))
-        return Drafts(self.tokens[requests, :k], self.lens[requests], logits, lse)
+    def first(self, k: int) -> Drafts:
+        """The first k columns, which hold all that ``lens`` counts."""
+        logits, lse = (None if x is None else x[:, :k] for x in (self.logits, self.lse))
+        return replace(self, tokens=self.tokens[:, :k], logits=logits, lse=lse)
+
+    def of(self, requests: torch.Tensor) -> Drafts:
+        """The drafts of some requests, int64 ``[n']``, without the columns that none of them uses; a host read."""
+        lens = self.lens[requests]
+        cut = self.first(int(lens.max()))
+        logits, lse = (None if x is None else x[requests] for x in (cut.logits, cut.lse))
+        return Drafts(cut.tokens[requests], lens, logits, lse)
 
 
 class DraftSession(ABC):

@@ -72,9 +72,8 @@ class _Session(DraftSession):
         self.adapter = adapter
         self._vocab_size = vocab_size
         self._cache = cache
-        self._one_width = (
-            options.max_tokens is not None and adapter.fixed_shapes
-        )  # of the table, for texts of all lengths
+        # Of the table, for texts of all lengths.
+        self._one_width = options.max_tokens is not None and adapter.fixed_shapes
         self._reserved = [0] * options.slots
         self.max_len = adapter.max_len
         with torch.inference_mode(False):

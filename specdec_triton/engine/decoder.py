@@ -202,14 +202,13 @@ class SpeculativeDecoder:
 
     def _cancel_waiting(self) -> None:
         """End what is to be cancelled, unless a thread is in a step: it does so at its end."""
-        while self._cancelled and self._turns.take(wait=False):
-            try:
-                with torch.inference_mode(), interrupts_held():
+        while self._cancelled:
+            with interrupts_held():
+                if not self._turns.take(wait=False):
+                    return
+                with self._working():
                     while self._cancelled:
                         self._loop.end(self._cancelled.popleft(), "cancelled")
-                    self._loop.let_go()
-            finally:
-                self._turns.give()
 
     def _request(self, prompt: Any, params: SamplingParams) -> RequestHandle:
         ids = check_prompt(prompt, self._target.vocab_size)
@@ -276,20 +275,26 @@ class SpeculativeDecoder:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """One thread at a time; requests that ended inside leave their slots at its end."""
+        """One thread at a time."""
         if self._turns.mine:
             raise RuntimeError("the decoder is in the middle of a round: a logits processor or drafter cannot step it")
         with interrupts_held():
             self._turns.take()
-            try:
-                with torch.inference_mode(), self._on_device():
-                    try:
-                        yield
-                    finally:
-                        self._loop.let_go()
-            finally:
-                self._turns.give()
+            with self._working():
+                yield
         self._cancel_waiting()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """The rest of a turn that has been taken; requests that ended inside leave their slots at its end."""
+        try:
+            with torch.inference_mode(), self._on_device():
+                try:
+                    yield
+                finally:
+                    self._loop.let_go()
+        finally:
+            self._turns.give()
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

@@ -110,8 +110,8 @@ def _end_recording(device: torch.device, handle: Any) -> None:
         pass  # it knows
 
 
-def _warn_of(reason: str) -> None:
-    warn(f"a step cannot be captured, so all run eagerly: {reason}", RuntimeWarning)
+def _warn(message: str) -> None:
+    warn(message, RuntimeWarning)
 
 
 class StepGraphs:
@@ -123,14 +123,14 @@ class StepGraphs:
     Args:
         make_graph: an empty graph; None: all steps run eagerly.
         limit: the most graphs kept; the least recently used goes.
-        failed: is told why a capture failed.
+        failed: is told that a capture failed, and why.
 
     Attributes:
         replays: steps that ran from a graph.
     """
 
     def __init__(
-        self, make_graph: Callable[[], Graph] | None, *, limit: int = 64, failed: Callable[[str], None] = _warn_of
+        self, make_graph: Callable[[], Graph] | None, *, limit: int = 64, failed: Callable[[str], None] = _warn
     ) -> None:
         if limit < 1:
             raise ValueError(f"limit must be at least 1, got {limit}")
@@ -181,12 +181,12 @@ class StepGraphs:
             self._make_graph = None
             self.invalidate()
             reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-            self._failed(reason)
+            self._failed(f"a step cannot be captured, so all run eagerly: {reason}")
         else:
             self._graphs[key] = graph
 
 
-def graphs_for(device: torch.device, *, limit: int = 64, failed: Callable[[str], None] = _warn_of) -> StepGraphs:
+def graphs_for(device: torch.device, *, limit: int = 64, failed: Callable[[str], None] = _warn) -> StepGraphs:
     """CUDA graphs that share their memory, up to ``limit`` of them; on other devices steps run eagerly."""
     if device.type != "cuda":
         return StepGraphs(None)

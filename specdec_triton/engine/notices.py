@@ -50,8 +50,8 @@ class Notices:
     def foreign(self) -> None:
         self._warn("foreign", "the drafter drafts ids outside the target's vocabulary; those drafts are dropped")
 
-    def uncaptured(self, reason: str) -> None:
-        self._warn("uncaptured", f"a step cannot be captured, so all run eagerly: {reason}", RuntimeWarning)
+    def uncaptured(self, message: str) -> None:
+        self._warn("uncaptured", message, RuntimeWarning)
 
     def inexact(self, error: Exception) -> None:
         self._warn("inexact", f"{error}; the text may differ from plain decoding at near-ties")

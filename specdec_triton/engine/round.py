@@ -192,8 +192,7 @@ class Rounds:
         width = drafts.tokens.shape[1]
         if width == 0 or not self._reads or width == (k := int(drafts.lens.max())):
             return drafts
-        logits, lse = (None if x is None else x[:, :k] for x in (drafts.logits, drafts.lse))
-        return Drafts(drafts.tokens[:, :k], drafts.lens, logits, lse, drafts.failed, drafts.foreign)
+        return drafts.first(k)
 
     def _check(self, drafts: Drafts, n: int, k: int) -> None:
         """Raises ValueError, naming the session, for what is not as :class:`Drafts` promises."""
@@ -291,12 +290,12 @@ class Rounds:
         tokens = drafts.tokens.new_full((n, width), ops.PAD)
         accepted, status = torch.zeros_like(drafts.lens), torch.zeros_like(drafts.lens)
         for some in ((drafts.lens > 0).nonzero()[:, 0], (drafts.lens == 0).nonzero()[:, 0]):
-            k = int(drafts.lens[some].max())
-            part = drafts.of(some, k)
-            row = first[some][:, None] + torch.minimum(self._steps[: k + 1], part.lens[:, None])
+            part = drafts.of(some)
+            columns = part.tokens.shape[1] + 1
+            row = first[some][:, None] + torch.minimum(self._steps[:columns], part.lens[:, None])
             scores = logits[row.clamp(max=len(logits) - 1)]  # slots at rest have none
             judged = self._by_methods(shape, methods[some], part, scores, params.of(some))
-            tokens[some, : k + 1], accepted[some], status[some] = judged
+            tokens[some, :columns], accepted[some], status[some] = judged
         return ops.AcceptResult(tokens, accepted, status)
 
     def _by_methods(

@@ -31,9 +31,7 @@ def append_kv(
         v = v / v_scale[:, None]
     if k.device.type == "cpu":
         plan = make_plan(block_table, context_lens, query_lens, count, page_size)
-        take, *_ = plan.new()
-        k, v = (x.flatten(0, 1) if take is None else x.flatten(0, 1).index_select(0, take) for x in (k, v))
-        append_planned(k, v, k_cache, v_cache, plan)
+        append_planned(plan.pack(k), plan.pack(v), k_cache, v_cache, plan)
     else:
         append_on_device(k, v, k_cache, v_cache, block_table, context_lens, query_lens)
 

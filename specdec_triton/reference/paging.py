@@ -43,6 +43,12 @@ class Plan:
         """Of the N new tokens, int64 ``[N]`` each: b * count + t (None if that is 0, 1, 2 ...), page and slot."""
         return self.keep("new", self._new)
 
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """The new tokens' rows ``[N,...]`` of ``[B,count,...]``, one behind the other."""
+        take, *_ = self.new()
+        rows = x.flatten(0, 1)
+        return rows if take is None else rows.index_select(0, take)
+
     def _new(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         counts = torch.tensor(self.counts)
         b = torch.arange(len(counts)).repeat_interleave(counts)

@@ -51,12 +51,12 @@ def verify_attention(
         return torch.zeros_like(q)
     if q.device.type == "cpu" and tree_mask is None:
         plan = make_plan(block_table, context_lens, query_lens, count, page_size)
-        options = (scale, sliding_window, softcap, sinks, k_scale, v_scale)
-        rows, (take, *_) = q.flatten(0, 1), plan.new()
+        rows = plan.pack(q)
+        out = attend_planned(rows, k_cache, v_cache, plan, scale, sliding_window, softcap, sinks, k_scale, v_scale)
+        take, *_ = plan.new()
         if take is None:
-            return attend_planned(rows, k_cache, v_cache, plan, *options).view_as(q)
-        out = attend_planned(rows.index_select(0, take), k_cache, v_cache, plan, *options)
-        return torch.zeros_like(rows).index_copy_(0, take, out).view_as(q)
+            return out.view_as(q)
+        return out.new_zeros(batch * count, *q.shape[2:]).index_copy_(0, take, out).view_as(q)
     context = context_lens.long()
     lens = torch.full_like(context, count) if query_lens is None else query_lens.long()
     # Keys below the window of every row may lie in freed pages. A node with an empty mask has depth -1.
