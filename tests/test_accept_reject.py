@@ -8,6 +8,7 @@ import torch
 
 from specdec_triton import SamplingParams, ops
 from specdec_triton.ops import METHODS, SamplingBatch
+from specdec_triton.ops.sampling import unpacked
 from specdec_triton.testing import INF, NAN, assert_follows, batch_of, exact_probs
 
 OP = "accept_reject"
@@ -537,7 +538,7 @@ def test_strided_logits(backend):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("k", [0, 3])
 def test_opcheck(method, k):
-    params = ops._unpack(batch_of(2, top_p=0.9), 2, torch.zeros(1))
+    params = unpacked(batch_of(2, top_p=0.9), 2, torch.zeros(1))
     for q in (None, torch.randn(2, k, 5)):
         lse = None if q is None else q.logsumexp(-1)
         args = (

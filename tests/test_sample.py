@@ -15,6 +15,7 @@ from transformers import (
 
 from specdec_triton import SamplingParams, ops
 from specdec_triton.ops import SamplingBatch
+from specdec_triton.ops.sampling import unpacked
 from specdec_triton.reference import logits as reference_logits
 from specdec_triton.reference.logits import best_of, scaled_logits
 from specdec_triton.reference.noise import Stream, gumbel, race
@@ -304,7 +305,7 @@ def test_refuses(named, changes):
 
 @pytest.mark.parametrize("node", [None, 3])
 def test_opcheck(node):
-    params = ops._unpack(batch_of(2, top_p=0.9), 2, torch.zeros(1))
+    params = unpacked(batch_of(2, top_p=0.9), 2, torch.zeros(1))
     torch.library.opcheck(torch.ops.specdec.sample.default, (torch.randn(2, 7), *params, node, "torch"))
 
 

@@ -1,0 +1,31 @@
+"""The ops: pure functions on tensors, each with a PyTorch reference and a Triton kernel of the same meaning.
+
+Symbols: B requests, T new positions each, K drafts, Hq query heads, Hkv KV heads, D head size, V vocabulary, P pages of
+S tokens. Token ids, seeds and positions are int64, other integers int32, probabilities and temperatures float32. Every
+op takes ``backend``: ``"triton"``, ``"torch"`` or None (Triton on a GPU, PyTorch elsewhere; ``SPECDEC_BACKEND``
+overrides).
+"""
+
+from __future__ import annotations
+
+from specdec_triton._library import resolve_backend as resolve_backend
+from specdec_triton.ops.drafting import ngram_propose
+from specdec_triton.ops.paged import append_kv, compact_kv, verify_attention
+from specdec_triton.ops.sampling import BY_PROBABILITY, METHODS, PATHLESS, AcceptResult, accept_reject, sample
+from specdec_triton.reference.accept_reject import PAD
+from specdec_triton.sampling import SamplingBatch
+
+__all__ = [
+    "BY_PROBABILITY",
+    "METHODS",
+    "PAD",
+    "PATHLESS",
+    "AcceptResult",
+    "SamplingBatch",
+    "accept_reject",
+    "append_kv",
+    "compact_kv",
+    "ngram_propose",
+    "sample",
+    "verify_attention",
+]
