@@ -89,7 +89,9 @@ except RuntimeError as error:
     assert out.startswith("[1] backend='triton' cannot run sample on cpu: the package triton is not installed")
 
 
-@pytest.mark.parametrize(("name", "at_least"), [("ops", 9), ("sampling", 1)])
+@pytest.mark.parametrize(
+    ("name", "at_least"), [("ops.paged", 6), ("ops.sampling", 4), ("ops.drafting", 1), ("sampling", 1)]
+)
 def test_examples_in_docstrings(name, at_least):
     results = doctest.testmod(importlib.import_module(f"specdec_triton.{name}"))
     assert results.failed == 0
