@@ -23,7 +23,7 @@ from specdec_triton.tracing import Call, HostSyncError, LeafOps, storage_id, ten
 _READERS = frozenset(
     getattr(torch.Tensor, name) for name in ("cpu", "numpy", "tolist", "__array__", "__format__", "__repr__")
 )
-_CHECKS = ("specdec_triton._checks", "specdec_triton.ops.")  # of arguments: modules whose names begin so
+_CHECKS = ("specdec_triton._checks", "specdec_triton.ops.")  # they look at values, but of tensors on the CPU alone
 
 
 class RecordedGraph:
