@@ -26,11 +26,13 @@ IN_PROMPT: tl.constexpr = tl.constexpr(_IN_PROMPT)
 _BLOCK = 1024  # tokens, or places of a text, of a program
 
 
-@triton.jit(do_not_specialize=["rows", "stop_count", "stride_drafts", "stride_logits_batch", "stride_logits_row"])
+@triton.jit(
+    do_not_specialize=["rows", "first", "stop_count", "stride_drafts", "stride_logits_batch", "stride_logits_row"]
+)
 def _rules_kernel(
     out_ptr,  # fp32 [B,T,V]
     logits_ptr,  # [B,T,V]
-    draft_tokens_ptr,  # int64 [B,T-1]
+    draft_tokens_ptr,  # int64 [B,first+T-1]
     draft_lens_ptr,  # int32 [B]
     lens_ptr,  # int32 [B]
     repetition_penalty_ptr,  # fp32 [B]
@@ -44,6 +46,7 @@ def _rules_kernel(
     vocab,
     words,  # ceil(V / 32)
     rows,  # T
+    first,  # drafts before the first row
     stop_count,  # S
     stride_drafts,
     stride_logits_batch,
@@ -59,8 +62,9 @@ def _rules_kernel(
 ):
     at = tl.program_id(0).to(tl.int64)
     b, row = at // rows, (at % rows).to(tl.int32)
+    drafted = first + row  # drafts that come before this row
     if HAS_LENS:
-        if row > tl.load(draft_lens_ptr + b):
+        if drafted > tl.load(draft_lens_ptr + b):
             return
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = token < vocab
@@ -73,14 +77,14 @@ def _rules_kernel(
         presence, frequency = tl.load(presence_penalty_ptr + b), tl.load(frequency_penalty_ptr + b)
         if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
             seen = tl.load(counts_ptr + b * stride_counts + token, mask=valid, other=0)
-            for j in range(row):
+            for j in range(drafted):
                 seen += (token == tl.load(draft_tokens_ptr + b * stride_drafts + j)).to(tl.int32)
             x = tl.where(seen > 0, tl.where(x < 0, x * repetition, tl.div_rn(x, repetition)), x)
             written = seen & (IN_PROMPT - 1)
             x -= frequency * written.to(tl.float32)
             x -= tl.where(written > 0, presence, 0.0)
     if HAS_MIN:
-        if tl.load(lens_ptr + b) + row < tl.load(min_lens_ptr + b):
+        if tl.load(lens_ptr + b) + drafted < tl.load(min_lens_ptr + b):
             for i in range(stop_count):
                 x = tl.where(token == tl.load(stop_ids_ptr + b * stop_count + i), NEG_INF, x)
     if HAS_MASK:
@@ -97,15 +101,16 @@ def _history(text, drafts, place, length, end, valid):
     return tl.where(place < length, token, drafted)
 
 
-@triton.jit(do_not_specialize=["rows", "vocab", "stride_drafts", "stride_texts"])
+@triton.jit(do_not_specialize=["rows", "first", "vocab", "stride_drafts", "stride_texts"])
 def _repeated_kernel(
     out_ptr,  # fp32 [B,T,V]
-    draft_tokens_ptr,  # int64 [B,T-1]
+    draft_tokens_ptr,  # int64 [B,first+T-1]
     draft_lens_ptr,  # int32 [B]
     lens_ptr,  # int32 [B]
     ngram_ptr,  # int32 [B]
     texts_ptr,  # int64 [B,L]
     rows,  # T
+    first,  # drafts before the first row
     vocab,
     stride_drafts,
     stride_texts,
@@ -113,17 +118,17 @@ def _repeated_kernel(
     HAS_LENS: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
-    b, row = at // rows, (at % rows).to(tl.int32)
+    b, drafted = at // rows, first + (at % rows).to(tl.int32)
     if HAS_LENS:
-        if row > tl.load(draft_lens_ptr + b):
+        if drafted > tl.load(draft_lens_ptr + b):
             return
     size, length = tl.load(ngram_ptr + b), tl.load(lens_ptr + b)
-    end = length + row
-    first = tl.program_id(1) * BLOCK
-    if (size == 0) | (first >= end):
+    end = length + drafted
+    start = tl.program_id(1) * BLOCK
+    if (size == 0) | (start >= end):
         return
     text, drafts = texts_ptr + b * stride_texts, draft_tokens_ptr + b * stride_drafts
-    place = first + tl.arange(0, BLOCK)
+    place = start + tl.arange(0, BLOCK)
     same = (place < end) & (place >= size - 1)
     for back in range(1, tl.minimum(size, end + 1)):
         before = _history(text, drafts, place - back, length, end, same)
@@ -150,6 +155,7 @@ def apply_logit_rules(
     ngram: torch.Tensor | None,
     texts: torch.Tensor | None,
     max_ngram: int,
+    first: int,
 ) -> torch.Tensor:
     """fp32 ``[B,T,V]``; see ``specdec_triton.ops.apply_logit_rules``."""
     batch, rows, vocab = logits.shape
@@ -175,6 +181,7 @@ def apply_logit_rules(
             vocab,
             (vocab + 31) // 32,
             rows,
+            first,
             0 if stop_ids is None else stop_ids.shape[1],
             draft_tokens.stride(0),
             *logits.stride()[:2],
@@ -190,7 +197,7 @@ def apply_logit_rules(
             **EXACT,
         )
         if ngram is not None and texts is not None:
-            _repeated_kernel[(batch * rows, triton.cdiv(texts.shape[1] + rows, _BLOCK))](
+            _repeated_kernel[(batch * rows, triton.cdiv(texts.shape[1] + first + rows, _BLOCK))](
                 out,
                 draft_tokens,
                 draft_lens,
@@ -198,6 +205,7 @@ def apply_logit_rules(
                 ngram,
                 texts,
                 rows,
+                first,
                 vocab,
                 draft_tokens.stride(0),
                 texts.stride(0),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rules_oracle import RULES, ruled
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
@@ -22,27 +23,14 @@ from specdec_triton.testing import INF, NAN, assert_guards, guarded, poisoned_ou
 OP = "apply_logit_rules"
 
 
-def defined(logits, drafts, params, prompts, outputs, masks=None):
-    """The definition, a token at a time, in fp64: ``[B,T,V]``."""
-    x = logits.double().clone()
-    for b, (p, prompt, output) in enumerate(zip(params, prompts, outputs, strict=True)):
-        for t in range(x.shape[1]):
-            new = [*output, *drafts[b, :t].tolist()]
-            text = [*prompt, *new]
-            for v in range(x.shape[2]):
-                value = x[b, t, v] + (p.logit_bias or {}).get(v, 0.0)
-                if v in text:
-                    value = value * p.repetition_penalty if value < 0 else value / p.repetition_penalty
-                value = value - p.frequency_penalty * new.count(v) - p.presence_penalty * (v in new)
-                allowed = p.allowed_token_ids is None or v in p.allowed_token_ids
-                n = p.no_repeat_ngram_size
-                grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)] if n else []
-                again = n > 0 and len(text) >= n - 1 and (*text[len(text) - n + 1 :], v) in grams
-                early = v in p.stop_token_ids and len(new) < p.min_new_tokens
-                masked = masks is not None and not masks[b, t, v]
-                banned = v in p.banned_token_ids or not allowed or again or early or masked
-                x[b, t, v] = -INF if banned else value
-    return x
+def defined(logits, drafts, params, prompts, outputs):
+    """fp64 ``[B,T,V]``."""
+    each = zip(params, prompts, outputs, strict=True)
+    rows = [
+        [ruled(logits[b, t], p, prompt, [*output, *drafts[b, :t].tolist()]) for t in range(logits.shape[1])]
+        for b, (p, prompt, output) in enumerate(each)
+    ]
+    return torch.stack([torch.stack(x) for x in rows])
 
 
 def packed(masks):
@@ -53,33 +41,6 @@ def packed(masks):
 
 
 VOCAB = 11
-RULES = {
-    "nothing": {},
-    "repetition": {"repetition_penalty": 1.7},
-    "repetition-below-1": {"repetition_penalty": 0.6},
-    "presence": {"presence_penalty": 0.9},
-    "frequency": {"frequency_penalty": 0.4},
-    "frequency-negative": {"frequency_penalty": -2.0},
-    "bias": {"logit_bias": {0: 1.5, 7: -100.0, 10: -INF}},
-    "allowed": {"allowed_token_ids": [1, 4, 10]},
-    "banned": {"banned_token_ids": [0, 10, 5]},
-    "min-new": {"min_new_tokens": 5, "stop_token_ids": [3, 10]},
-    "no-repeat-1": {"no_repeat_ngram_size": 1},
-    "no-repeat-2": {"no_repeat_ngram_size": 2},
-    "no-repeat-3": {"no_repeat_ngram_size": 3},
-    "no-repeat-beyond-the-text": {"no_repeat_ngram_size": 99},
-    "all": {
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.2,
-        "logit_bias": {2: 0.7, 3: -1.0},
-        "banned_token_ids": [6],
-        "allowed_token_ids": [0, 1, 2, 3, 4, 6, 7],
-        "min_new_tokens": 4,
-        "stop_token_ids": [0, 3],
-        "no_repeat_ngram_size": 2,
-    },
-}
 PROMPTS = [[1, 2, 3, 1, 2], [4], [0, 0, 0], [9, 8, 1, 2, 1, 2, 1]]
 OUTPUTS = [[3, 1, 2], [], [0, 0], [2, 1, 7, 7]]
 DRAFTS = torch.tensor([[3, 1, 2], [4, 4, 4], [5, 0, 0], [7, 1, 2]])
@@ -146,6 +107,19 @@ def test_drafts_are_history_only_to_the_rows_after_them(backend):
     assert torch.equal(rules.counts, before)
     assert before[0, 5] == IN_PROMPT
     assert before[0, 6] == 1
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_single_rows(name, backend):
+    """Row j alone, after j drafts, as a drafter draws them."""
+    logits, drafts = case()
+    params = [SamplingParams(**RULES[name])] * 4
+    whole = ops.apply_logit_rules(logits, drafts, rules=rules_of(params), backend=backend)
+    for j in range(4):
+        row = ops.apply_logit_rules(
+            logits[:, j : j + 1], drafts[:, :j], rules=rules_of(params), first=j, backend=backend
+        )
+        assert torch.equal(row[:, 0], whole[:, j])
 
 
 def test_drafts_outside_the_vocabulary_are_no_history(backend):
@@ -262,6 +236,8 @@ BAD = {
     "drafts-shape": ({"draft_tokens": torch.zeros(4, 4, dtype=torch.int64)}, "draft_tokens must be of shape"),
     "drafts-float": ({"draft_tokens": torch.zeros(4, 3)}, "draft_tokens must be an integer"),
     "draft-lens": ({"draft_lens": torch.full((4,), 4)}, "draft_lens must be from 0 to 3"),
+    "first-negative": ({"first": -1}, "first must be an integer from 0 to 63"),
+    "first-without-drafts": ({"first": 1}, "draft_tokens must be of shape"),
     "no-rules": ({"rules": SamplingParams()}, "rules must be LogitRules, got SamplingParams"),
     "no-lens": (changed(lens=None), "rules.lens must be a tensor"),
     "counts-alone": (changed(repetition_penalty=None), "rules.repetition_penalty must be given together with"),
@@ -296,7 +272,7 @@ def test_opcheck(name):
     rules = rules_of([SamplingParams(**RULES[name])] * 4)
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "counts", "bias", "mask", "min_lens")
     fields = [getattr(rules, field) for field in (*names, "stop_ids", "ngram", "texts", "max_ngram")]
-    args = (logits, drafts, None, rules.lens, *fields, "torch")
+    args = (logits, drafts, None, rules.lens, *fields, 0, "torch")
     torch.library.opcheck(torch.ops.specdec.apply_logit_rules.default, args)
 
 

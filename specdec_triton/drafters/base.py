@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,15 @@ from specdec_triton.sampling import SamplingBatch
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
+
+
+class Drawn(NamedTuple):
+    """A draft of each request: tokens int64 ``[n]``; the logits that they were drawn from, and those logits' lse ``[n]`` (see
+    ``ops.sample``), which is not finite where they held NaN or +inf."""
+
+    tokens: torch.Tensor
+    lse: torch.Tensor
+    logits: torch.Tensor
 
 
 @dataclass
@@ -30,7 +39,8 @@ class Round:
         lens: int32 ``[n]``, their lengths; 0 for a slot at rest.
         limits: int32 ``[n]``, the most tokens that may be drafted for each request: 0 to K, 0 for a slot at rest.
         params: the requests' sampling parameters; ``position`` is that of the first draft.
-        draw: ``(logits [n,V], j) -> (tokens [n], lse [n])`` draws draft number j with the noise that each request's method asks for.
+        draw: ``(logits [n,V'], j) -> Drawn`` draws draft number j, after 0 .. j-1, with the noise that each request's method asks
+            for, under the request's filters and logit rules. V' may be less than V.
         needs_logits: whether any request's method judges drafts by their probabilities.
         reads: whether values may be read on the host.
     """
@@ -40,7 +50,7 @@ class Round:
     lens: torch.Tensor
     limits: torch.Tensor
     params: SamplingBatch
-    draw: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+    draw: Callable[[torch.Tensor, int], Drawn]
     needs_logits: bool
     reads: bool
 
@@ -50,7 +60,8 @@ class Drafts:
     """Proposals: tokens int64 ``[n,K']`` with K' <= K (anything past a request's length), lens int32 ``[n]``.
 
     Attributes:
-        logits: ``[n,K',V]`` raw draft logits, and lse ``[n,K']`` (see ``ops.sample``); None: the drafts were certain.
+        logits: ``[n,K',V]``, those that the drafts were drawn from, and lse ``[n,K']``, as :attr:`Round.draw` gave them; None: the
+            drafts were certain.
         failed: bool ``[n]``, whose drafts ended early because the drafter's numbers were not finite; None: nobody's.
         foreign: bool ``[n]``, whose held an id outside the target's vocabulary; the decoder finds that out.
     """

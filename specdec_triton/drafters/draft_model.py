@@ -154,12 +154,11 @@ class _Session(DraftSession):
         tokens, all_logits, all_lse = [], [], []
         lens, finite = torch.zeros_like(limits), going
         for j in range(k):
-            logits = logits[:, : self._vocab_size]
-            drawn, lse = round_.draw(logits, j)
+            drawn, lse, drawn_from = round_.draw(logits[:, : self._vocab_size], j)
             finite = finite & lse.isfinite()
             lens += finite & (j < limits)
             tokens.append(drawn)
-            all_logits.append(logits)
+            all_logits.append(drawn_from)
             all_lse.append(lse)
             if j + 1 < k:
                 going = (limits > j + 1).int()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from specdec_triton import ops
@@ -55,6 +57,16 @@ class Judge:
             scores = logits[self.packed_rows(counts, some[:, None], step).clamp(max=len(logits) - 1)]  # none at rest
             tokens[some, :columns], accepted[some], status[some] = self._of(rows, some, shape, part, scores, None)
         return ops.AcceptResult(tokens, accepted, status)
+
+    def draft_logits(self, shape: Shape, logits: torch.Tensor, before: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What a drafter's logits ``[n,V']`` after the drafts ``before``, int64 ``[n]`` each, become under the requests' rules:
+        ``[n,V]``. A draft that breaks a rule would be in vain."""
+        rules = self._slots.rules(slice(shape.rows), shape, None)
+        tokens = torch.stack(tuple(before), 1) if before else self._steps[:0].expand(shape.rows, 0)
+        missing = self._slots.vocab_size - logits.shape[-1]
+        logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        ruled = ops.apply_logit_rules(logits[:, None], tokens, rules=rules, first=len(before), backend=self._backend)
+        return ruled[:, 0]
 
     @staticmethod
     def packed_rows(counts: torch.Tensor, request: torch.Tensor, step: torch.Tensor) -> torch.Tensor:

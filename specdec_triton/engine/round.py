@@ -17,7 +17,7 @@ from specdec_triton import ops
 from specdec_triton._checks import check_tensor, require
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafts, DraftSession, Round
-from specdec_triton.drafters.base import nothing
+from specdec_triton.drafters.base import Drawn, nothing
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.details import Details
@@ -213,23 +213,25 @@ class Rounds:
             check_tensor(f"{name}.lse", drafts.lse, (n, given), self._slots.lens)
             require(drafts.lse.dtype == torch.float32, f"{name}.lse", "float32", drafts.lse.dtype)
 
-    def _drawing(
-        self, shape: Shape, params: ops.SamplingBatch
-    ) -> Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]:
-        """Draws a draft with the noise of each request's method."""
+    def _drawing(self, shape: Shape, params: ops.SamplingBatch) -> Callable[[torch.Tensor, int], Drawn]:
+        """Draws a draft with the noise of each request's method, under its rules."""
+        before: list[torch.Tensor] = []
 
         def one(method: str, logits: torch.Tensor, j: int) -> Any:
             # Coupled drafts have the noise of their position, which the target will use as well.
             at, node = (params.after(j), None) if method == "coupled" else (params, j)
             return ops.sample(logits, params=at, return_lse=True, node=node, backend=self._backend)
 
-        def draw(logits: torch.Tensor, j: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def draw(logits: torch.Tensor, j: int) -> Drawn:
+            if shape.rules:
+                logits = self._judge.draft_logits(shape, logits, before[:j])
             tokens, lse = one(shape.methods[0], logits, j)
             for method in shape.methods[1:]:
                 others, lse = one(method, logits, j)
                 mine = self._slots.methods[: shape.rows] == ops.METHODS.index(method)
                 tokens = torch.where(mine, others, tokens)
-            return tokens, lse
+            before[j:] = [tokens]
+            return Drawn(tokens, lse, logits)
 
         return draw
 

@@ -85,13 +85,14 @@ class Slots:
     @torch.inference_mode(False)  # what a step makes must stay writable outside it
     def __init__(self, slots: int, width: int, vocab_size: int, device: torch.device) -> None:
         self.device = device
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.version = 0
         self.texts = torch.zeros(slots, width + _MARGIN, dtype=torch.int64, device=device)
         self.stop_ids = torch.full((slots, 1), ops.PAD, dtype=torch.int64, device=device)
 
         self.columns = {name: torch.zeros(slots, dtype=dtype, device=device) for name, dtype in _COLUMNS.items()}
         vars(self).update(self.columns)
+        self.repetition_penalty.fill_(1.0)
         self.counts: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
 
@@ -130,11 +131,11 @@ class Slots:
             column[slot] = values[name]
         if params.penalizes:
             self.counts = self._table(self.counts, torch.int32)
-            counts = count_tokens(handle.prompt, handle.token_ids, self._vocab_size)
+            counts = count_tokens(handle.prompt, handle.token_ids, self.vocab_size)
             self.counts[slot] = upload(counts, torch.int32, self.device)
         if params.biases:
             self.bias = self._table(self.bias, torch.float32)
-            self.bias[slot] = upload(bias_of(params, self._vocab_size), torch.float32, self.device)
+            self.bias[slot] = upload(bias_of(params, self.vocab_size), torch.float32, self.device)
         elif self.bias is not None:
             self.bias[slot] = 0.0
 
@@ -148,8 +149,9 @@ class Slots:
 
     @torch.inference_mode()
     def leave(self, slot: int) -> None:
-        """Make the slot inert."""
+        """Make the slot inert, and free of rules: they are applied to whole rounds."""
         self.live[slot] = False
+        self.ngram[slot] = 0
         self.lens[slot] = 0
 
     def params(self, rows: slice, has_filters: bool, has_typical: bool = False) -> SamplingBatch:
@@ -192,7 +194,7 @@ class Slots:
     def _table(self, table: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """``[slots,V]``, made when it is first needed."""
         if table is None:
-            table = torch.zeros(len(self.lens), self._vocab_size, dtype=dtype, device=self.device)
+            table = torch.zeros(len(self.lens), self.vocab_size, dtype=dtype, device=self.device)
             self.version += 1
         return table
 

@@ -14,10 +14,19 @@ class StopStrings:
 
     Args:
         tokenizer: of transformers.
+
+    Raises:
+        ValueError: transformers cannot look for strings in this tokenizer's tokens.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
-        self._criterion = StopStringCriteria(tokenizer, list(strings))
+        try:
+            self._criterion = StopStringCriteria(tokenizer, list(strings))
+        except Exception as error:  # whatever a tokenizer that is none, or an unusual one, makes of it
+            name = type(tokenizer).__name__
+            raise ValueError(
+                f"tokenizer must be one in which transformers finds strings, got {name}: {error}"
+            ) from error
         self._reach = self._criterion.maximum_token_len  # tokens back from the end that can be part of one
 
     def first(self, before: Sequence[int], new: Sequence[int]) -> int | None:

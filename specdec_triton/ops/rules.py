@@ -7,11 +7,12 @@ import torch
 from specdec_triton._checks import check_floating, check_integer, check_tensor, integers, require
 from specdec_triton._library import register, resolve_backend
 from specdec_triton.logit_rules import LogitRules
+from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
 _apply_logit_rules = register(
     "apply_logit_rules(Tensor logits, Tensor draft_tokens, Tensor? draft_lens, Tensor lens, Tensor? repetition_penalty,"
     " Tensor? presence_penalty, Tensor? frequency_penalty, Tensor? counts, Tensor? bias, Tensor? mask, Tensor? min_lens,"
-    " Tensor? stop_ids, Tensor? ngram, Tensor? texts, int max_ngram, str backend) -> Tensor",
+    " Tensor? stop_ids, Tensor? ngram, Tensor? texts, int max_ngram, int first, str backend) -> Tensor",
     fake=lambda logits, *rest: logits.new_empty(logits.shape, dtype=torch.float32),
 )
 
@@ -22,16 +23,18 @@ def apply_logit_rules(
     *,
     rules: LogitRules,
     draft_lens: torch.Tensor | None = None,
+    first: int = 0,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Penalties, biases and bans: the logits that requests sample from, each row by the text before it, drafts included.
 
     Args:
-        logits: ``[B,T,V]``, T = K+1; row t scores the token after drafts 0..t-1.
-        draft_tokens: int64 ``[B,K]``. An id outside the vocabulary is no history.
+        logits: ``[B,T,V]``; row t scores the token after drafts 0 .. first+t-1.
+        draft_tokens: int64 ``[B,K]``, K = first+T-1. An id outside the vocabulary is no history.
         rules: of the requests; state that depends on the text (``rules.counts``, ``rules.texts``, ``rules.lens``) is that of the
             committed text, before the first draft.
-        draft_lens: int32 ``[B]``, drafts of each row (None: K).
+        draft_lens: int32 ``[B]``, drafts of each request (None: K).
+        first: 0 for a round's target logits; j with T = 1 for those that draft j is to be drawn from.
 
     Returns:
         fp32 ``[B,T,V]``, new; rows past draft_lens are unspecified. The order is that of
@@ -52,15 +55,17 @@ def apply_logit_rules(
     """
     check_tensor("logits", logits, (None, None, None))
     batch, rows, vocab = logits.shape
-    require(rows >= 1 and vocab >= 1, "logits", "of shape [B,K+1,V] with V >= 1", list(logits.shape))
+    require(rows >= 1 and vocab >= 1, "logits", "of shape [B,T,V] with T and V >= 1", list(logits.shape))
     check_floating("logits", logits)
-    draft_tokens = integers("draft_tokens", draft_tokens, (batch, rows - 1), logits, torch.int64)
+    check_integer("first", first, 0, MAX_DRAFT_TOKENS)
+    count = first + rows - 1
+    draft_tokens = integers("draft_tokens", draft_tokens, (batch, count), logits, torch.int64)
     if draft_lens is not None:
         draft_lens = integers("draft_lens", draft_lens, (batch,), logits, torch.int32)
-        _check_range("draft_lens", draft_lens, 0, rows - 1)
+        _check_range("draft_lens", draft_lens, 0, count)
     fields = _unpacked(rules, batch, rows, vocab, logits)
     chosen = resolve_backend(backend, "apply_logit_rules", logits)
-    return _apply_logit_rules(logits, draft_tokens, draft_lens, *fields, rules.max_ngram, chosen)
+    return _apply_logit_rules(logits, draft_tokens, draft_lens, *fields, rules.max_ngram, first, chosen)
 
 
 def _unpacked(rules: LogitRules, batch: int, rows: int, vocab: int, like: torch.Tensor) -> list[torch.Tensor | None]:

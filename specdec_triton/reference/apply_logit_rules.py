@@ -24,9 +24,10 @@ def apply_logit_rules(
     ngram: torch.Tensor | None,
     texts: torch.Tensor | None,
     max_ngram: int,
+    first: int,
 ) -> torch.Tensor:
     """fp32 ``[B,T,V]``; see ``specdec_triton.ops.apply_logit_rules``."""
-    vocab = logits.shape[-1]
+    rows, vocab = logits.shape[1:]
     x = logits.to(torch.float32, copy=True)
     if bias is not None:
         x += bias[:, None]
@@ -36,14 +37,15 @@ def apply_logit_rules(
         assert frequency_penalty is not None
         x = _penalize(x, draft_tokens, repetition_penalty, presence_penalty, frequency_penalty, counts)
     if min_lens is not None and stop_ids is not None:
-        too_short = lens[:, None] + torch.arange(x.shape[1], device=x.device) < min_lens[:, None]
+        too_short = lens[:, None] + first + torch.arange(rows, device=x.device) < min_lens[:, None]
         banned = too_short[:, :, None] & (stop_ids >= 0)[:, None, :]
         _ban(x, stop_ids[:, None, :].expand(banned.shape), banned)
     if mask is not None:
         token = torch.arange(vocab, device=x.device)
         x = x.masked_fill((mask[..., token // 32] >> (token % 32)) & 1 == 0, NEG_INF)
     if ngram is not None and texts is not None:
-        _ban(x, *_repeated(draft_tokens, lens, ngram, texts, max_ngram))
+        tokens, again = _repeated(draft_tokens, lens, ngram, texts, max_ngram, first)
+        _ban(x, tokens, again)
     return x
 
 
@@ -58,14 +60,13 @@ def _penalize(
     """``x [B,T,V]`` with the penalties of the tokens in text and drafts."""
     rows, vocab = x.shape[1:]
     drafted = (draft_tokens >= 0) & (draft_tokens < vocab)
+    first = draft_tokens.shape[1] - (rows - 1)
     seen = counts[:, None].repeat(1, rows, 1)
-    for j in range(rows - 1):  # draft j is history to the rows after it
+    for j in range(draft_tokens.shape[1]):  # draft j is history to the rows after it
         token = draft_tokens[:, j].where(drafted[:, j], 0)
-        seen[:, j + 1 :].scatter_add_(
-            2,
-            token[:, None, None].expand(-1, rows - 1 - j, 1),
-            drafted[:, j, None, None].int().expand(-1, rows - 1 - j, 1),
-        )
+        after = max(j + 1 - first, 0)
+        one = drafted[:, j, None, None].int().expand(-1, rows - after, 1)
+        seen[:, after:].scatter_add_(2, token[:, None, None].expand_as(one), one)
     factor = repetition[:, None, None]
     x = torch.where(seen > 0, torch.where(x < 0, x * factor, x / factor), x)
     written = seen & (IN_PROMPT - 1)
@@ -74,7 +75,7 @@ def _penalize(
 
 
 def _repeated(
-    draft_tokens: torch.Tensor, lens: torch.Tensor, ngram: torch.Tensor, texts: torch.Tensor, max_ngram: int
+    draft_tokens: torch.Tensor, lens: torch.Tensor, ngram: torch.Tensor, texts: torch.Tensor, max_ngram: int, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each row and each place of its text, int64 and bool ``[B,T,L+K]``: the token there, and whether it would complete an
     n-gram that ends there."""
@@ -85,7 +86,7 @@ def _repeated(
     history = torch.cat([texts, texts.new_full((batch, k), -1)], 1)
     into = (lens.long()[:, None] + torch.arange(k, device=device)).clamp(max=width - 1)
     history = history.scatter(1, into, draft_tokens)
-    length = lens.long()[:, None] + torch.arange(k + 1, device=device)  # of each row's text
+    length = lens.long()[:, None] + torch.arange(first, k + 1, device=device)  # of each row's text
     size = ngram.long()[:, None, None]
     same = (size > 0) & (place < length[:, :, None]) & (place >= size - 1)
     for back in range(1, max_ngram):  # the token so far before the place, and before the text's end
