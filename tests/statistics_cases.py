@@ -1,4 +1,4 @@
-"""The settings of the statistics suite, and what is checked in each; ``test_mutations.py`` takes the smallest that will do."""
+"""The settings of the statistics suite; ``test_mutations.py`` takes the smallest that will do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ GREEDY = Request("greedy", SamplingParams(temperature=0))
 EACH = (*map(Request, LOSSLESS), GREEDY, Request("rejection", SamplingParams(temperature=0.7)))
 
 TARGET = random_table(4, seed=1)
-NEAR = random_table(4, seed=2, spread=0.7, near=TARGET)
+# So far from the target that a wrong residual shows: where most drafts are right, it takes draws by the million.
+DRAFT = random_table(4, seed=2, spread=1.5, near=TARGET)
 
 
 def table(*rows: list[float]) -> Table:
@@ -46,11 +47,11 @@ def masked(given: Table, *ids: int) -> Table:
 
 
 def chain(method: str, k: int, *, device: bool = False) -> Setting:
-    """Drafts of a model that is near the target."""
-    return Setting(TARGET, TableDrafter(NEAR), [Request(method)], k=k, device=device)
+    """Drafts of another model; the bonus token of the first round is looked at up to K = 3."""
+    return Setting(TARGET, TableDrafter(DRAFT), [Request(method)], length=max(3, min(k + 1, 4)), k=k, device=device)
 
 
-RAGGED = Tampered(TableDrafter(NEAR), ragged)
+RAGGED = Tampered(TableDrafter(DRAFT), ragged)
 
 
 def mixed(drafter: Drafter = RAGGED, *, device: bool) -> Setting:
@@ -83,7 +84,7 @@ def grid(method: str, params: list[SamplingParams] = GRID) -> Setting:
 
 
 SIX = random_table(6, seed=6, rows=6)
-SIX_NEAR = random_table(6, seed=7, rows=6, near=SIX)
+SIX_DRAFT = random_table(6, seed=7, rows=6, near=SIX)
 EVEN, ODD = (0, 2, 4), (1, 3, 5)
 EIGHT = random_table(8, seed=8, rows=8)
 ADVERSARIES = {
@@ -91,16 +92,16 @@ ADVERSARIES = {
     "minus-the-target": (SIX, TableDrafter(changed(SIX, torch.neg))),
     "disjoint": (masked(SIX, *ODD), TableDrafter(masked(SIX, *EVEN))),  # faults.md B5
     "uniform": (SIX, TableDrafter(changed(SIX, torch.zeros_like))),
-    "certain": (SIX, CertainDrafter(SIX_NEAR)),  # faults.md B16
+    "certain": (SIX, CertainDrafter(SIX_DRAFT)),  # faults.md B16
     "certain-of-the-worst": (SIX, CertainDrafter(changed(SIX, torch.neg))),
     "certain-of-the-impossible": (masked(SIX, *ODD), CertainDrafter(masked(SIX, *EVEN))),
-    "impossible-for-the-draft": (SIX, TableDrafter(masked(SIX_NEAR, 0, 3))),  # faults.md B9
-    "impossible-for-the-target": (masked(SIX, 1, 4), TableDrafter(SIX_NEAR)),
-    "nearly-certain": (changed(SIX, lambda rows: 8 * rows), TableDrafter(changed(SIX_NEAR, lambda rows: 8 * rows))),
-    "half-precision": (changed(SIX, torch.Tensor.bfloat16), TableDrafter(changed(SIX_NEAR, torch.Tensor.bfloat16))),
-    "not-a-number": (SIX, TableDrafter(changed(SIX_NEAR, lambda rows: rows.index_fill(0, torch.tensor([2, 5]), NAN)))),
+    "impossible-for-the-draft": (SIX, TableDrafter(masked(SIX_DRAFT, 0, 3))),  # faults.md B9
+    "impossible-for-the-target": (masked(SIX, 1, 4), TableDrafter(SIX_DRAFT)),
+    "nearly-certain": (changed(SIX, lambda rows: 8 * rows), TableDrafter(changed(SIX_DRAFT, lambda rows: 8 * rows))),
+    "half-precision": (changed(SIX, torch.Tensor.bfloat16), TableDrafter(changed(SIX_DRAFT, torch.Tensor.bfloat16))),
+    "not-a-number": (SIX, TableDrafter(changed(SIX_DRAFT, lambda rows: rows.index_fill(0, torch.tensor([2, 5]), NAN)))),
     "foreign-ids": (EIGHT, Tampered(TableDrafter(random_table(8, seed=9, near=EIGHT, rows=8)), with_foreign_ids)),
-    "ragged": (SIX, Tampered(TableDrafter(SIX_NEAR), ragged)),
+    "ragged": (SIX, Tampered(TableDrafter(SIX_DRAFT), ragged)),
 }
 
 
@@ -122,7 +123,7 @@ def lying() -> Setting:
         drafts.tokens.fill_(0)
 
     requests = [Request("rejection"), Request("block")]
-    return Setting(TARGET, Tampered(TableDrafter(masked(NEAR, 0)), lie), requests)
+    return Setting(TARGET, Tampered(TableDrafter(masked(DRAFT, 0)), lie), requests)
 
 
 PUBLISHED = {

@@ -3,9 +3,9 @@
 A check is a function that returns a p-value, or raises AssertionError where chance plays no part. ``test_statistics.py``
 asserts them, ``test_mutations.py`` shows that they fail when the code is wrong. Nothing here calls an op.
 
-The level. A check fails below ``LEVEL`` = 1e-6; one with several p-values gives the smallest times their number (Bonferroni).
-So correct code fails a suite of up to 1000 checks with a probability of at most 1e-3, over the choice of seeds; they are
-fixed, and a suite that passes passes always.
+The level. A check fails below ``LEVEL`` = 1e-6; of several p-values it gives the smallest times their number (Bonferroni).
+So correct code fails a suite of up to 1000 checks with a probability of at most 1e-3, over the choice of seeds. They are
+fixed: a suite that passes passes always.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Check = Callable[[], float]
 
 
 def fit(outcomes: torch.Tensor, probs: torch.Tensor) -> float:
-    """Chi-square goodness of fit of outcomes int64 ``[N]`` with their probabilities fp64 ``[C]``; 0 if an impossible one occurred."""
+    """Chi-square goodness of fit of outcomes int64 ``[N]`` with fp64 ``[C]``; 0 if an impossible one occurred."""
     counts = torch.bincount(outcomes, minlength=len(probs)).double()
     if len(counts) > len(probs) or bool((counts[probs <= 0] > 0).any()):
         return 0.0
@@ -176,7 +176,7 @@ def drafts_of(setting: Setting) -> Table | None:
 
 
 def acceptance_fits(setting: Setting, texts: Texts) -> float:
-    """Of each kind of request, and each number of drafts, as many are accepted in the first round as the enumeration says."""
+    """By kind of request and number of drafts, the first round accepts as many as the enumeration says."""
     p_values, draft = [], drafts_of(setting)
     for kind, request in enumerate(setting.requests):
         for k in range(1, setting.k + 1):
@@ -203,7 +203,7 @@ def assert_never_accepted(setting: Setting, count: int) -> None:
 
 
 def assert_failures_stay_alone(setting: Setting, spoiled: Setting, bad: torch.Tensor, count: int) -> None:
-    """faults.md B11: with rows ``bad`` of the target spoiled, requests that need one fail; the others write what they did."""
+    """faults.md B11: with rows ``bad`` of the target spoiled, requests that need one fail, the others write the same."""
     seeds = torch.arange(count)
     clean, broken = decode(setting, seeds), decode(spoiled, seeds)
     failed = broken.reasons == ERROR
@@ -219,7 +219,7 @@ def assert_failures_stay_alone(setting: Setting, spoiled: Setting, bad: torch.Te
 
 
 def assert_open_interval() -> None:
-    """faults.md B5, B10: no word of the generator gives u = 0 or u = 1, or a token that wins or loses against all logits."""
+    """faults.md B5, B10: no word of the generator gives u = 0 or 1, or noise that beats all logits."""
     words = torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1])
     u = to_uniform(words)
     assert bool(((u > 0) & (u < 1)).all()), "u may be 0 or 1"

@@ -8,7 +8,7 @@ The models are tables, everything else is the decoder's own: its loop, slots, ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -72,7 +72,10 @@ def random_table(vocab: int, *, seed: int, spread: float = 1.0, near: Table | No
 
 
 class TableModel(ModelAdapter):
-    """A table in place of a model over paged KV: row b of a pass is slot b, whose tokens it remembers as a model its keys."""
+    """A table in place of a model over paged KV: row b of a pass is slot b, whose tokens it remembers as a model its keys.
+
+    A pass that begins at a wrong place so has another text before it.
+    """
 
     def __init__(self, table: Table, *, fixed_shapes: bool = False) -> None:
         self.table = table
@@ -86,7 +89,7 @@ class TableModel(ModelAdapter):
     def check_ready(self) -> None: ...
 
     def new_cache(self, *, slots: int, page_size: int, num_pages: int, growable: bool = False, max_tokens=None):
-        # One column more, for what lies past a request's new tokens.
+        # The last column is for what lies past a request's new tokens.
         self._memory = torch.zeros(slots, PAGE + 1, dtype=torch.int64)
         return KVCache(
             [], slots=slots, page_size=page_size, num_pages=0, growable=True, dtype=self.dtype, device=self.device
@@ -176,7 +179,7 @@ class Tampered(Drafter):
 
 
 def ragged(drafts: Drafts) -> None:
-    """Slot b drafts at most b mod 4 tokens: some none, most not all."""
+    """Slot b drafts at most b mod 4 tokens. Not by the text: what is kept must not depend on what was drawn behind it."""
     drafts.lens = torch.minimum(drafts.lens, (torch.arange(len(drafts.lens)) % 4).int())
 
 
@@ -239,7 +242,6 @@ class Setting:
     k: int = 3
     device: bool = False
     backend: str | None = None
-    longest: int = field(default=24, kw_only=True)  # new tokens before a text ends with reason LENGTH
 
 
 @torch.inference_mode()
@@ -292,7 +294,8 @@ def decode(setting: Setting, seeds: torch.Tensor, kinds: torch.Tensor | None = N
         reasons = torch.where(facts["reason"] > 0, facts["reason"], reasons)
     new = torch.arange(s.length)
     tokens = torch.where(new < lens[:, None], written[:, : s.length], PAD)
-    assert torch.equal(tokens, torch.where(new < lens[:, None], slots.texts[:, PROMPT : PROMPT + s.length], PAD))
+    kept = torch.where(new < lens[:, None], slots.texts[:, PROMPT : PROMPT + s.length], PAD)
+    assert torch.equal(tokens, kept), "what is reported is not what the slots hold"
     return Texts(tokens, reasons, first["drafted"], first["accepted"], kinds)
 
 

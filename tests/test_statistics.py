@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import statistics_cases as cases
 import torch
-from statistics_cases import LOSSLESS, NEAR, TARGET
+from statistics_cases import DRAFT, LOSSLESS, TARGET
 from statistics_checks import (
     LEVEL,
     accepted_probs,
@@ -67,7 +67,8 @@ def test_texts_that_end(method, device):
 @pytest.mark.parametrize("name", cases.ADVERSARIES)
 def test_adversaries(name):
     device = list(cases.ADVERSARIES).index(name) % 2 == 1
-    assert follows(cases.adversary(name, device=device), DRAWS // 2, acceptance=name != "not-a-number") > LEVEL
+    enumerable = name != "not-a-number"  # there it depends on the drafts how many there are
+    assert follows(cases.adversary(name, device=device), DRAWS // 2, acceptance=enumerable) > LEVEL
 
 
 @pytest.mark.parametrize("name", cases.PUBLISHED)
@@ -112,7 +113,7 @@ def test_a_failing_request_leaves_the_others_alone(device):
 
 @pytest.mark.parametrize("device", MODES.values(), ids=MODES)
 def test_texts_do_not_depend_on_the_batch(device):
-    assert_same_in_any_order(cases.mixed(TableDrafter(NEAR), device=device), 6_000)
+    assert_same_in_any_order(cases.mixed(TableDrafter(DRAFT), device=device), 6_000)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +121,8 @@ def test_texts_do_not_depend_on_the_batch(device):
 )
 def test_coupled_texts_do_not_depend_on_how_they_are_drafted(params):
     plain = Setting(TARGET, NoDraft(), [Request("coupled", params)], k=0)
-    others = [Setting(TARGET, TableDrafter(NEAR), (), k=k, device=k % 2 == 1) for k in (1, 2, 3, 4)]
-    others += [Setting(TARGET, drafter, ()) for drafter in (CertainDrafter(NEAR), cases.RAGGED)]
+    others = [Setting(TARGET, TableDrafter(DRAFT), (), k=k, device=k % 2 == 1) for k in (1, 2, 3, 4)]
+    others += [Setting(TARGET, drafter, ()) for drafter in (CertainDrafter(DRAFT), cases.RAGGED)]
     assert_one_path(plain, others, 5_000)
 
 
