@@ -145,16 +145,22 @@ def published(name: str) -> Setting:
 EDGES = (0, 1, 2, 3, 4, 30, 31, 32, 4094, 4095, 4096, 8191, 8192)  # of lanes, groups and blocks
 
 
-def wide(vocab: int, *, full: bool = False) -> tuple[Setting, torch.Tensor]:
-    """Most of the mass on ids at the edges of what kernels split vocabularies into, and the bins of ids: one for each
-    of those. The others are masked, or if ``full`` unlikely."""
-    edges = torch.tensor([*{*(x for x in EDGES if x < vocab), vocab - 1}]).sort().values
-    bins = torch.full((vocab,), len(edges)) if len(edges) < vocab else torch.zeros(vocab, dtype=torch.int64)
+def edge_bins(vocab: int) -> torch.Tensor:
+    """Bins of ids, int64 ``[V]``: one for each id at an edge, and one for all others."""
+    edges = torch.tensor(sorted({*(x for x in EDGES if x < vocab), vocab - 1}))
+    bins = torch.full((vocab,), len(edges))
     bins[edges] = torch.arange(len(edges))
+    return bins
+
+
+def wide(vocab: int, *, full: bool = False) -> Setting:
+    """Most of the mass on ids at the edges of what kernels split vocabularies into; the others are masked, or if ``full``
+    unlikely."""
+    bins = edge_bins(vocab)
+    edges = bins < bins.max()
     generator = torch.Generator().manual_seed(vocab)
-    rows = [torch.full((1, vocab), -8.0 if full else -INF) for _ in range(2)]
-    for row in rows:
-        row[0, edges] = torch.randn(len(edges), generator=generator)
-        row[0, vocab // 2] = 0.0
+    rows = torch.full((2, 1, vocab), -8.0 if full else -INF)
+    rows[..., edges] = torch.randn(2, 1, int(edges.sum()), generator=generator)
+    rows[..., vocab // 2] = 0.0
     target, draft = map(Table, rows)
-    return Setting(target, TableDrafter(draft), [*map(Request, LOSSLESS)], length=2, k=2), bins
+    return Setting(target, TableDrafter(draft), [*map(Request, LOSSLESS)], length=2, k=2)

@@ -53,25 +53,23 @@ def worst(p_values: Iterable[float]) -> float:
 # Enumeration.
 
 
-def sequence_probs(table: Table, params: SamplingParams, length: int, bins: torch.Tensor | None = None) -> torch.Tensor:
-    """The distribution over all texts of up to ``length`` tokens, fp64 ``[(C+1) ** length]``.
+def sequence_probs(table: Table, params: SamplingParams, length: int) -> torch.Tensor:
+    """The distribution over all texts of up to ``length`` tokens, fp64 ``[(V+1) ** length]``.
 
-    A text is a number in base C + 1 (:func:`codes`), whose digits are tokens, or their bins int64 ``[V]`` (C of them). Behind
-    a stop token, or the last that the parameters allow, comes the digit C.
+    A text is a number in base V + 1 (:func:`codes`), whose digits are tokens. Behind a stop token, or the last that the
+    parameters allow, comes the digit V.
     """
-    after = table.probs(params)
-    bins = torch.arange(table.vocab) if bins is None else bins
-    end, base = int(bins.max()) + 1, int(bins.max()) + 2
-    stops = torch.isin(torch.arange(table.vocab), torch.tensor([*params.stop_token_ids, PAD]))
+    after, end, base = table.probs(params), table.vocab, table.vocab + 1
+    token = torch.arange(table.vocab)
+    stops = torch.isin(token, torch.tensor([*params.stop_token_ids, PAD]))
     # One entry for each text so far and row of the table that follows it.
     prob, code, row = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), table.start
     done = torch.zeros(1, dtype=torch.bool)
     for place in range(length):
         last = place + 1 == params.max_new_tokens
-        token = torch.arange(table.vocab)
         on = [
             (prob[:, None] * after[row]).masked_fill(done[:, None], 0.0),
-            code[:, None] * base + bins,
+            code[:, None] * base + token,
             table.next_row(row[:, None], token),
             (stops | last).expand(len(row), -1),
         ]
@@ -85,12 +83,10 @@ def sequence_probs(table: Table, params: SamplingParams, length: int, bins: torc
     return torch.zeros(base**length, dtype=torch.float64).index_add_(0, code, prob)
 
 
-def codes(tokens: torch.Tensor, vocab: int, bins: torch.Tensor | None = None) -> torch.Tensor:
+def codes(tokens: torch.Tensor, vocab: int) -> torch.Tensor:
     """The numbers by which :func:`sequence_probs` calls texts ``[B,N]``."""
-    bins = torch.arange(vocab) if bins is None else bins
-    digits = torch.cat([bins, bins.max()[None] + 1])[torch.where(tokens == PAD, vocab, tokens)]
-    base = int(bins.max()) + 2
-    return (digits * base ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(1)
+    digits = torch.where(tokens == PAD, vocab, tokens)
+    return (digits * (vocab + 1) ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(1)
 
 
 def accepted_probs(method: str, target: Table, draft: Table, params: SamplingParams, k: int) -> torch.Tensor:
@@ -141,7 +137,7 @@ def accepted_probs(method: str, target: Table, draft: Table, params: SamplingPar
 # Checks of a setting.
 
 
-def texts_fit(setting: Setting, texts: Texts, bins: torch.Tensor | None = None) -> float:
+def texts_fit(setting: Setting, texts: Texts) -> float:
     """Whole texts of each kind of request follow the target, and end where and why they must."""
     vocab, p_values = setting.target.vocab, []
     for kind, request in enumerate(setting.requests):
@@ -149,8 +145,8 @@ def texts_fit(setting: Setting, texts: Texts, bins: torch.Tensor | None = None) 
         if request is None:
             assert bool((some.tokens == PAD).all()), "a slot at rest wrote something"
             continue
-        probs = sequence_probs(setting.target, request.params, setting.length, bins)
-        p_values.append(fit(codes(some.tokens, vocab, bins), probs))
+        probs = sequence_probs(setting.target, request.params, setting.length)
+        p_values.append(fit(codes(some.tokens, vocab), probs))
         assert_reasons(some, request.params)
     return worst(p_values)
 
@@ -188,11 +184,20 @@ def acceptance_fits(setting: Setting, texts: Texts) -> float:
     return worst(p_values)
 
 
-def follows(setting: Setting, count: int, *, acceptance: bool = True, bins: torch.Tensor | None = None) -> float:
-    """Texts and acceptance of ``count`` texts; bins of ids where there are many."""
-    texts = decode_many(setting, count, batch=50_000 if setting.target.vocab < 1000 else 250)
-    p_values = [texts_fit(setting, texts, bins)]
+def follows(setting: Setting, count: int, *, acceptance: bool = True) -> float:
+    """Texts and acceptance of ``count`` texts."""
+    texts = decode_many(setting, count)
+    p_values = [texts_fit(setting, texts)]
     return worst([*p_values, acceptance_fits(setting, texts)] if acceptance else p_values)
+
+
+def tokens_follow(setting: Setting, count: int, bins: torch.Tensor) -> float:
+    """Of a target with one row and requests without filters: all tokens of ``count`` texts are drawn from it, whatever
+    came before. By bins int64 ``[V]``, for vocabularies whose texts are too many to be enumerated."""
+    texts = decode_many(setting, count, batch=250)  # rows are long
+    probs = setting.target.probs(SamplingParams())[0]
+    binned = torch.zeros(int(bins.max()) + 1, dtype=torch.float64).index_add_(0, bins, probs)
+    return fit(bins[texts.tokens].flatten(), binned)
 
 
 def assert_never_accepted(setting: Setting, count: int) -> None:

@@ -1,8 +1,8 @@
 """The engine over table models: tens of thousands of short texts at once, through the rounds that decode real ones.
 
 The models are tables, everything else is the decoder's own: its loop, slots, rounds and reports, and the session of
-``DraftModel``. What is known of the decoder's inside is in :func:`decode`. Not collected; what is checked with it is in
-``statistics_checks.py``.
+``DraftModel``. What is known of the decoder's inside is in :func:`decode` and what it calls. Not collected; what is checked
+with it is in ``statistics_checks.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, Drafts, DraftSession, Round, SessionOptions
 from specdec_triton.drafters.base import nothing
 from specdec_triton.drafters.draft_model import _Session as DraftModelSession
+from specdec_triton.engine.loop import Loop
 from specdec_triton.engine.round import COLUMNS
+from specdec_triton.engine.shapes import Shape
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.ops import PAD
 from specdec_triton.testing import NAN, exact_probs
@@ -233,6 +235,7 @@ class Setting:
         requests: the kinds; slot b is of kind b mod their number. None: a slot at rest.
         length: tokens of each text that are looked at, N.
         k: the most drafts. device: fixed shapes, nothing read back, as on a GPU.
+        rounds: after which decoding ends, if not before.
     """
 
     target: Table
@@ -242,6 +245,7 @@ class Setting:
     k: int = 3
     device: bool = False
     backend: str | None = None
+    rounds: int = PAGE
 
 
 @torch.inference_mode()
@@ -251,52 +255,56 @@ def decode(setting: Setting, seeds: torch.Tensor, kinds: torch.Tensor | None = N
     Args:
         kinds: int64 ``[B]``; None: in turn.
     """
-    rows, s = len(seeds), setting
-    kinds = torch.arange(rows) % len(s.requests) if kinds is None else kinds
+    rows, length = len(seeds), setting.length
+    kinds = torch.arange(rows) % len(setting.requests) if kinds is None else kinds
+    loop, shape = _started(setting, seeds, kinds)
+    slots, block = loop._slots, torch.arange(shape.k + 1)
+    written = torch.full((rows, PAGE), PAD)  # the last column is for what was not emitted
+    lens, reasons = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+    first = None
+    for _ in range(setting.rounds):
+        loop.round(shape)
+        report = loop.rounds.report(slice(rows), shape.k).clone()
+        facts = dict(zip(COLUMNS, report[:, : len(COLUMNS)].unbind(1), strict=True))
+        first = first or facts
+        emitted = block < facts["count"][:, None]
+        written.scatter_(1, torch.where(emitted, lens[:, None] + block, PAGE - 1), report[:, len(COLUMNS) :])
+        lens += facts["count"]
+        reasons += facts["reason"]  # but once it is 0
+        if not bool((slots.live & (lens < length)).any()):
+            break
+    known = torch.arange(length) < lens[:, None]
+    tokens, kept = (torch.where(known, x, PAD) for x in (written[:, :length], slots.texts[:, PROMPT : PROMPT + length]))
+    assert torch.equal(tokens, kept), "what is reported is not what the slots hold"
+    return Texts(tokens, reasons, first["drafted"], first["accepted"], kinds)
+
+
+def _started(setting: Setting, seeds: torch.Tensor, kinds: torch.Tensor) -> tuple[Loop, Shape]:
+    """A decoder's loop with a request in every slot, whose prompt has been processed, and the shape of its rounds."""
     decoder = SpeculativeDecoder(
-        TableModel(s.target, fixed_shapes=s.device),
-        s.drafter,
-        num_draft_tokens=s.k,
-        max_batch_size=rows,
+        TableModel(setting.target, fixed_shapes=setting.device),
+        setting.drafter,
+        num_draft_tokens=setting.k,
+        max_batch_size=len(seeds),
         page_size=PAGE,
         exact=False,
         adaptive=False,
-        backend=s.backend,
+        backend=setting.backend,
     )
     loop, slots = decoder._loop, decoder._loop._slots
     handles = []
-    for slot, request in enumerate(s.requests):
+    for slot, request in enumerate(setting.requests):
         if request is not None:
             decoder.method = request.method
-            handles.append(decoder._request(s.target.prompt, request.params))
+            handles.append(decoder._request(setting.target.prompt, request.params))
             slots.enter(slot, handles[-1])
             slots.live[slot] = True
     for column in (slots.texts, slots.stop_ids, *slots.columns.values()):
-        column.copy_(column[: len(s.requests)][kinds])
+        column.copy_(column[: len(setting.requests)][kinds])
     slots.seed.copy_(seeds)
-    prompts = torch.tensor(s.target.prompt).repeat(rows, 1)
-    loop.target.forward(prompts, loop.cache, loop.cache.block_table, torch.zeros(rows, dtype=torch.int32))
-
-    most = max(handle.limit for handle in handles)
-    shape = loop.shapes.of(handles, rows, most)
-    written, width = torch.full((rows, PAGE), PAD), most + 1
-    lens, reasons = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
-    first = None
-    while bool((slots.live & (lens < s.length)).any()):
-        loop.round(shape)
-        report = loop.rounds.report(slice(rows), most)
-        facts = dict(zip(COLUMNS, report[:, : len(COLUMNS)].clone().unbind(1), strict=True))
-        first = first or facts
-        fresh = torch.arange(width) < facts["count"][:, None]
-        places = torch.where(fresh, lens[:, None] + torch.arange(width), PAGE - 1)
-        written.scatter_(1, places, torch.where(fresh, report[:, len(COLUMNS) :], PAD))
-        lens += facts["count"]
-        reasons = torch.where(facts["reason"] > 0, facts["reason"], reasons)
-    new = torch.arange(s.length)
-    tokens = torch.where(new < lens[:, None], written[:, : s.length], PAD)
-    kept = torch.where(new < lens[:, None], slots.texts[:, PROMPT : PROMPT + s.length], PAD)
-    assert torch.equal(tokens, kept), "what is reported is not what the slots hold"
-    return Texts(tokens, reasons, first["drafted"], first["accepted"], kinds)
+    prompts = torch.tensor(setting.target.prompt).repeat(len(seeds), 1)
+    loop.target.forward(prompts, loop.cache, loop.cache.block_table, torch.zeros(len(seeds), dtype=torch.int32))
+    return loop, loop.shapes.of(handles, len(seeds), max(handle.limit for handle in handles))
 
 
 def decode_many(setting: Setting, count: int, *, seed: int = 0, batch: int = 50_000) -> Texts:
