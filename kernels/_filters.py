@@ -1,6 +1,6 @@
-"""What top-k, top-p and min-p keep of rows of logits, found exactly, without a sort, and with few of their tokens read again.
+"""What top-k, top-p, min-p and typical-p keep of rows of logits, found exactly, without a sort, and with few of their tokens read again.
 
-All three keep the tokens that reach some value, the cut: the largest value that enough of the tokens reach (``top_k`` of them; of what
+The first three keep the tokens that reach some value, the cut: the largest value that enough of the tokens reach (``top_k`` of them; of what
 that leaves, ``top_p`` of the mass). ``_row_stats_kernel`` leaves the maxima of groups of 32 tokens; then
 
 1. ``_candidates_kernel``, a program a row: the largest value that enough of these maxima reach bounds the cut from below (if k
@@ -8,6 +8,8 @@ that leaves, ``top_p`` of the mass). ``_row_stats_kernel`` leaves the maxima of 
    leaves 50 groups.
 2. ``_cut_kernel``, a program a row: the cut, by bisection over the candidates. Its ends are moved to values that occur, so that
    it ends after about as many steps as the candidates' number has bits. Then the statistics of the kept tokens replace the row's.
+   typical-p keeps, of those, the tokens whose logit is nearest to the expected one: an interval, found by another bisection over
+   the distance.
 
 Where the maxima are not enough (top-p of a row flatter than one token in 32 can speak for), all groups are candidates, and
 one program reads the whole row in every step: exact still, and some milliseconds for a large vocabulary.
@@ -30,9 +32,17 @@ _LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def filters_at_all(temperature, top_k, top_p, min_p, vocab):
+def filters_at_all(temperature, top_k, top_p, min_p, typical_p, vocab):
     """Whether a request filters at all."""
-    return (temperature > 0) & (((top_k > 0) & (top_k < vocab)) | (top_p < 1) | (min_p > 0))
+    return (temperature > 0) & (((top_k > 0) & (top_k < vocab)) | (top_p < 1) | (min_p > 0) | (typical_p < 1))
+
+
+@triton.jit
+def is_cut(s, cut_ptr, at, mask):
+    """Whether scaled logits lie outside of what the row (or rows) at ``at`` keeps."""
+    low = tl.load(cut_ptr + at * 2, mask=mask, other=0.0)
+    high = tl.load(cut_ptr + at * 2 + 1, mask=mask, other=0.0)
+    return (s < low) | (s > high)
 
 
 @triton.jit
@@ -64,6 +74,7 @@ def _candidates_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    typical_p_ptr,
     lens_ptr,
     vocab,
     rows,
@@ -74,13 +85,15 @@ def _candidates_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_LENS: tl.constexpr,
+    HAS_TYPICAL: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
     b, row = at // all_rows, (at % all_rows).to(tl.int32)
     tl.store(bound_ptr + at * 2, 0)
     temperature = tl.load(temperature_ptr + b)
     top_k, top_p, min_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b)
-    if filters_at_all(temperature, top_k, top_p, min_p, vocab) == 0:
+    typical_p = tl.load(typical_p_ptr + b) if HAS_TYPICAL else 1.0
+    if filters_at_all(temperature, top_k, top_p, min_p, typical_p, vocab) == 0:
         return
     if HAS_LENS:
         length = tl.load(lens_ptr + b)
@@ -166,9 +179,66 @@ def _weigh_tokens(
     return number, mass, above, below
 
 
+@triton.jit
+def _weigh_distances(
+    logits, draft_logits, is_draft, candidates, count, vocab, inverse, mean, reach, cut, highest,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HAS_DRAFT: tl.constexpr,
+):  # fmt: skip
+    """Of the tokens >= cut at most ``reach`` from the mean: mass, moment, least and largest logit, the largest distance; and
+    the least distance of the others. ``reach`` and distances are ordered keys, logits are scaled."""
+    mass, moment, below, above = 0.0, 0.0, _LOWEST, HIGHEST
+    low = tl.full([], float("inf"), tl.float32)
+    high = tl.full([], NEG_INF, tl.float32)
+    for start in range(0, count, BLOCK_G):
+        s, _, valid = _load_groups(
+            logits, draft_logits, is_draft, candidates, start, count, vocab, inverse, GROUP, BLOCK_G, HAS_DRAFT
+        )
+        kept = valid & (s >= cut) & (s > NEG_INF)
+        shifted = tl.where(kept, s - highest, 0.0)
+        order = _ordered(tl.abs(shifted - mean))
+        near = kept & (order <= reach)
+        e = tl.where(near, tl.exp(shifted), 0.0)
+        mass += tl.sum(e)
+        moment += tl.sum(e * shifted)
+        low = tl.minimum(low, tl.min(tl.where(near, s, float("inf"))))
+        high = tl.maximum(high, tl.max(tl.where(near, s, NEG_INF)))
+        below = tl.maximum(below, tl.max(tl.where(near, order, _LOWEST)))
+        above = tl.minimum(above, tl.min(tl.where(kept & (order > reach), order, HIGHEST)))
+    return mass, moment, low, high, below, above
+
+
+@triton.jit
+def _typical(
+    logits, draft_logits, is_draft, candidates, count, vocab, inverse, typical_p, cut, highest,
+    GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HAS_DRAFT: tl.constexpr,
+):  # fmt: skip
+    """The least and the largest scaled logit that typical-p keeps of those >= cut.
+
+    -log p - H of a token is the expected logit less its own: the distance by which tokens are taken, up to the mass.
+    """
+    total, moment, low, high, most, _ = _weigh_distances(
+        logits, draft_logits, is_draft, candidates, count, vocab, inverse, 0.0, HIGHEST, cut, highest,
+        GROUP, BLOCK_G, HAS_DRAFT,
+    )  # fmt: skip
+    mean = tl.div_rn(moment, total)
+    least, most = tl.full([], 0, tl.int32), HIGHEST - 1  # keys of distances, which are not negative
+    while least < most:
+        reach = least + (most - least) // 2
+        mass, _, near_low, near_high, below, above = _weigh_distances(
+            logits, draft_logits, is_draft, candidates, count, vocab, inverse, mean, reach, cut, highest,
+            GROUP, BLOCK_G, HAS_DRAFT,
+        )  # fmt: skip
+        enough = mass >= typical_p * total
+        enough = enough & (below > _LOWEST)  # one token at least
+        most = tl.where(enough, below, most)
+        low, high = tl.where(enough, near_low, low), tl.where(enough, near_high, high)
+        least = tl.where(enough, least, above)
+    return low, high
+
+
 @triton.jit(do_not_specialize=["rows", "all_rows", "splits", "node"])
 def _cut_kernel(
-    cut_ptr,  # fp32 [B,R]: scaled logits below it are removed; -inf where the request does not filter
+    cut_ptr,  # fp32 [B,R,2]: scaled logits below the first or above the second are removed; infinite if the request keeps all
     stats_ptr,  # in place, as are the winners: those of the kept tokens in split 0
     best_ptr,
     best_id_ptr,
@@ -180,6 +250,7 @@ def _cut_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    typical_p_ptr,
     seed_ptr,
     position_ptr,
     vocab,
@@ -196,10 +267,12 @@ def _cut_kernel(
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
+    HAS_TYPICAL: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
     b, row = at // all_rows, (at % all_rows).to(tl.int32)
-    tl.store(cut_ptr + at, NEG_INF)
+    tl.store(cut_ptr + at * 2, NEG_INF)
+    tl.store(cut_ptr + at * 2 + 1, float("inf"))
     count = tl.load(bound_ptr + at * 2)
     if count == 0:
         return
@@ -233,9 +306,16 @@ def _cut_kernel(
             high = tl.where(reaches, high, below)
             key = _between(low, high)
             searching = low < high
-    cut = _unordered(low)
-    cut = tl.maximum(cut, highest + tl.log(min_p))
-    tl.store(cut_ptr + at, cut)
+    cut, ceiling = tl.maximum(_unordered(low), highest + tl.log(min_p)), highest
+    if HAS_TYPICAL:
+        typical_p = tl.load(typical_p_ptr + b)
+        if typical_p < 1:
+            cut, ceiling = _typical(
+                logits, draft_logits, is_draft, candidates, count, vocab, inverse, typical_p, cut, highest,
+                GROUP, BLOCK_G, HAS_DRAFT,
+            )  # fmt: skip
+    tl.store(cut_ptr + at * 2, cut)
+    tl.store(cut_ptr + at * 2 + 1, ceiling)
 
     total, moment = 0.0, 0.0
     best = tl.full([], NEG_INF, tl.float32)
@@ -244,7 +324,7 @@ def _cut_kernel(
         s, group, valid = _load_groups(
             logits, draft_logits, is_draft, candidates, start, count, vocab, inverse, GROUP, BLOCK_G, HAS_DRAFT
         )
-        kept = valid & (s >= cut)
+        kept = valid & (s >= cut) & (s <= ceiling)
         e = tl.where(kept, tl.exp(s - highest), 0.0)
         total += tl.sum(e)
         moment += tl.sum(tl.where(e > 0, e * (s - highest), 0.0))
@@ -281,21 +361,21 @@ def filter_rows(
     node: int,
     block_s: int,
 ) -> torch.Tensor:
-    """The cut fp32 ``[B,R]`` (-inf: nothing is removed); the rows' statistics and winners become those of the kept tokens.
+    """What is kept, fp32 ``[B,R,2]``, from the first to the second scaled logit; the rows' statistics and winners become those of the kept tokens.
 
     Args:
         stats ``[B,R,splits,3]``, best, best_id ``[B,R,splits]``, peaks ``[B,R,splits * SPLIT_V / GROUP]``: in place.
-        params: temperature, top_k, top_p, min_p, draft lengths or None. noise: seed, position. strides: of logits'
+        params: temperature, top_k, top_p, min_p, typical_p or None, draft lengths or None. noise: seed, position. strides: of logits'
             requests and rows, and of draft_logits'.
     """
     batch, all_rows, splits = best.shape
     rows, vocab = logits.shape[1:]
     device = logits.device
-    cut = torch.empty(batch, all_rows, dtype=torch.float32, device=device)
+    cut = torch.empty(batch, all_rows, 2, dtype=torch.float32, device=device)
     candidates = torch.empty_like(peaks, dtype=torch.int32)
     bound = torch.empty(batch, all_rows, 2, dtype=torch.int32, device=device)
     sizes = (vocab, rows, all_rows, splits)
-    flags = {"SPLIT": SPLIT_V, "GROUP": GROUP, **EXACT}
+    flags = {"SPLIT": SPLIT_V, "GROUP": GROUP, "HAS_TYPICAL": params[-2] is not None, **EXACT}
     grid = (batch * all_rows,)
     _candidates_kernel[grid](
         candidates,

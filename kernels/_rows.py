@@ -46,6 +46,7 @@ def _row_stats_kernel(
     top_k_ptr,  # int32 [B]
     top_p_ptr,  # fp32 [B]
     min_p_ptr,  # fp32 [B]
+    typical_p_ptr,  # fp32 [B]
     lens_ptr,  # int32 [B]: drafts; target rows past them, and draft rows from them on, are skipped
     seed_ptr,  # int64 [B]
     position_ptr,  # int64 [B]
@@ -65,6 +66,7 @@ def _row_stats_kernel(
     HAS_LENS: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
+    HAS_TYPICAL: tl.constexpr,
     DRAFTS_FOR_FILTERS: tl.constexpr,  # draft rows matter only where the request filters
 ):
     split = tl.program_id(1)
@@ -76,8 +78,9 @@ def _row_stats_kernel(
         if is_skipped(row, rows, length):
             return
     if HAS_FILTERS:
+        typical_p = tl.load(typical_p_ptr + b) if HAS_TYPICAL else 1.0
         filters = filters_at_all(
-            temperature, tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b), vocab
+            temperature, tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b), typical_p, vocab
         )  # fmt: skip
         if DRAFTS_FOR_FILTERS:
             if (row >= rows) & (filters == 0):
@@ -136,6 +139,7 @@ def row_stats(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
+    typical_p: torch.Tensor | None,
     seed: torch.Tensor,
     position: torch.Tensor,
     *,
@@ -157,7 +161,7 @@ def row_stats(
 
     stats, best, best_id = empty(*shape, 3), empty(*shape), empty(*shape, dtype=torch.int32)
     peaks = empty(*shape, SPLIT_V // GROUP) if has_filters else None
-    params, noise = (temperature, top_k, top_p, min_p, lens), (seed, position)
+    params, noise = (temperature, top_k, top_p, min_p, typical_p, lens), (seed, position)
     strides = (*logits.stride()[:2], *(draft_logits.stride()[:2] if draft_logits is not None else (0, 0)))
     _row_stats_kernel[(batch * all_rows, splits)](
         stats,
@@ -181,6 +185,7 @@ def row_stats(
         HAS_LENS=lens is not None,
         HAS_DRAFT=draft_logits is not None,
         HAS_FILTERS=has_filters,
+        HAS_TYPICAL=typical_p is not None,
         DRAFTS_FOR_FILTERS=drafts_for_filters,
         num_warps=8,
         **EXACT,

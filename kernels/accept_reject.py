@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from specdec_triton.kernels._config import EXACT, at_most_registers, chip_of, dense, on_device
+from specdec_triton.kernels._filters import is_cut
 from specdec_triton.kernels._primitives import (
     NEG_INF,
     PAD,
@@ -140,7 +141,7 @@ def _race_kernel(
     stats_ptr,  # of the target rows, then of the draft rows
     best_ptr,
     best_id_ptr,
-    cut_ptr,  # fp32 [B,rows], of both
+    cut_ptr,  # fp32 [B,rows,2], of both
     temperature_ptr,  # fp32 [B]
     seed_ptr,  # int64 [B]
     position_ptr,  # int64 [B]
@@ -183,7 +184,7 @@ def _race_kernel(
     offset = step.to(tl.int64) * stride_target_row + drafts
     log_p = scaled_logits(tl.load(target + offset, mask=drafted, other=NEG_INF), inverse)
     if HAS_CUT:
-        log_p = tl.where(log_p < tl.load(cut_ptr + b * rows + step, mask=drafted, other=0.0), NEG_INF, log_p)
+        log_p = tl.where(is_cut(log_p, cut_ptr, b * rows + step, drafted), NEG_INF, log_p)
     log_p = (log_p - peak) - log_sum
     log_q = tl.zeros([BLOCK_T], tl.float32)
     draft_peak, draft_log_sum = log_q, log_q
@@ -192,8 +193,7 @@ def _race_kernel(
         offset = step.to(tl.int64) * stride_draft_row + drafts
         log_q = scaled_logits(tl.load(draft + offset, mask=drafted, other=NEG_INF), inverse)
         if HAS_CUT:
-            draft_cut = tl.load(cut_ptr + b * rows + k + 1 + step, mask=drafted, other=0.0)
-            log_q = tl.where(log_q < draft_cut, NEG_INF, log_q)
+            log_q = tl.where(is_cut(log_q, cut_ptr, b * rows + k + 1 + step, drafted), NEG_INF, log_q)
         if HAS_LSE:
             draft_peak = tl.load(draft_lse_ptr + b * stride_lse + step, mask=drafted, other=0.0)
         else:
@@ -235,7 +235,7 @@ def _race_kernel(
     token = first + tl.arange(0, SPLIT)
     s = load_row(target + row.to(tl.int64) * stride_target_row, first, vocab, inverse, SPLIT)
     if HAS_CUT:
-        s = tl.where(s < tl.load(cut_ptr + b * rows + row), NEG_INF, s)
+        s = tl.where(is_cut(s, cut_ptr, b * rows + row, True), NEG_INF, s)
     s = (s - tl.sum(tl.where(step == row, peak, 0.0), 0)) - tl.sum(tl.where(step == row, log_sum, 0.0), 0)
     noise = gumbel(seed, position, row, stream, first, SPLIT)
     at = (race * splits + split) * 2
@@ -247,7 +247,7 @@ def _race_kernel(
             if HAS_DRAFT:
                 d = load_row(draft + row.to(tl.int64) * stride_draft_row, first, vocab, inverse, SPLIT)
                 if HAS_CUT:
-                    d = tl.where(d < tl.load(cut_ptr + b * rows + k + 1 + row), NEG_INF, d)
+                    d = tl.where(is_cut(d, cut_ptr, b * rows + k + 1 + row, True), NEG_INF, d)
                 d -= tl.sum(tl.where(step == row, draft_peak, 0.0), 0)
                 q = tl.exp(d - tl.sum(tl.where(step == row, draft_log_sum, 0.0), 0))
                 q = tl.where(q == q, q, 0.0)
@@ -340,6 +340,7 @@ def accept_reject(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
+    typical_p: torch.Tensor | None,
     seed: torch.Tensor,
     position: torch.Tensor,
     has_filters: bool | None,
@@ -357,8 +358,8 @@ def accept_reject(
     results = empty(batch, k + 1, dtype=torch.int64), empty(batch, dtype=torch.int32), empty(batch, dtype=torch.int32)
     if batch == 0:
         return results
-    params = dense(temperature, top_k, top_p, min_p, seed, position)
-    temperature, _, _, _, seed, position = params
+    params = dense(temperature, top_k, top_p, min_p, typical_p, seed, position)
+    temperature, _, _, _, _, seed, position = params
     draft_tokens, draft_lse, draft_lens = dense(draft_tokens, draft_lse, draft_lens)
     if k == 0 or method not in ("rejection", "block"):
         draft_logits = None

@@ -43,6 +43,7 @@ def sample(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
+    typical_p: torch.Tensor | None,
     seed: torch.Tensor,
     position: torch.Tensor,
     has_filters: bool | None,
@@ -54,7 +55,7 @@ def sample(
     lse = torch.empty(batch, dtype=torch.float32, device=logits.device)
     if batch == 0:
         return tokens, lse
-    params = dense(temperature, top_k, top_p, min_p, seed, position)
+    params = dense(temperature, top_k, top_p, min_p, typical_p, seed, position)
     stream = STREAM_COUPLED if node is None else STREAM_DRAFT
     with on_device(logits):
         rows = row_stats(

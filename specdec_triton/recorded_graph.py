@@ -23,7 +23,7 @@ from specdec_triton.tracing import Call, HostSyncError, LeafOps, storage_id, ten
 _READERS = frozenset(
     getattr(torch.Tensor, name) for name in ("cpu", "numpy", "tolist", "__array__", "__format__", "__repr__")
 )
-_CHECKS = ("specdec_triton.ops", "specdec_triton._checks")  # they look at values, but of tensors on the CPU alone
+_CHECKS = ("specdec_triton._checks", "specdec_triton.ops.")  # they look at values, but of tensors on the CPU alone
 
 
 class RecordedGraph:
@@ -137,6 +137,6 @@ class _Readers(TorchFunctionMode):
 def _is_check() -> bool:
     """Whether the call comes from a check of an op's arguments."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") not in _CHECKS:
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_CHECKS):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_DRAFT_TOKENS = 63  # a verify pass has at most 64 rows a request: one bit each in an int64 tree mask
+MAX_LOGPROBS = 20
 _SEED_LIMIT = 1 << 63
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
@@ -20,21 +21,42 @@ _LARGEST_FLOAT32 = 3.4028234663852886e38
 class SamplingParams:
     """How one request is decoded.
 
+    Everything holds at every position, drafted or not: a draft is judged by the logits that plain decoding would have had there,
+    with the text before it, the drafts before it included.
+
     Args:
         temperature: 0 is greedy. None (unset) means 1.0.
         top_k: keep the k most likely tokens; 0 or -1 is off, larger than the vocabulary keeps all.
         top_p: keep the smallest set of tokens with at least this probability; 1.0 is off, 0.0 keeps one.
         min_p: drop tokens less likely than this share of the most likely one; 0.0 is off.
+        typical_p: of what is left, keep the tokens whose information is nearest to the expected, up to this probability
+            (Meister et al. 2022, "locally typical sampling"); 1.0 is off.
         seed: the text becomes a function of (prompt, parameters, seed); 0 counts as a seed. None draws one from
             torch's global generator. Without effect at temperature 0.
         max_new_tokens: at least 1.
+        min_new_tokens: no stop token before so many new ones.
         stop_token_ids: these end the text besides the model's own end-of-sequence ids; the stop token is the last
             of the output.
-        num_draft_tokens: K for this request, 0 (plain decoding) to 63; None takes the decoder's.
+        stop_strings: so do these, with the token that completes one; the decoder needs a ``tokenizer`` for it.
         ignore_eos: the model's own end-of-sequence ids do not end the text; only stop_token_ids do.
+        repetition_penalty: logits of tokens in prompt or output are divided by it where positive, multiplied where negative
+            (Keskar et al. 2019); above 0, 1.0 is off.
+        presence_penalty, frequency_penalty: are taken from the logits of tokens in the output, the second as often as they
+            occur there; 0.0 is off.
+        logit_bias: token id -> what is added to its logit; -inf bans it.
+        allowed_token_ids: no others are written; None: all. banned_token_ids: are never written.
+        no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and output; 0 is off.
+        grammar: called for each request, it gives a matcher that says which tokens may come next: see
+            :class:`~specdec_triton.grammar.GrammarMatcher`, such as ``lambda: xgrammar.GrammarMatcher(compiled)``.
         logits_processors: callables ``(input_ids [1,L], logits [1,V]) -> logits [1,V]`` such as transformers'
-            LogitsProcessor, applied to every position with the text before it (drafts included) as history, before
-            temperature and the filters above.
+            LogitsProcessor, applied one row at a time after all rules above, with the text before it (drafts included) as
+            history, before temperature and filters.
+        logprobs: report the log-probability of each new token, by the model's own logits, which none of the above has changed,
+            and of so many of the most likely ones, 0 to 20; None: none.
+        num_draft_tokens: K for this request, 0 (plain decoding) to 63; None takes the decoder's.
+
+    Order: logit_bias, repetition_penalty, frequency and presence penalty, bans, grammar, logits_processors; then temperature,
+    top_k, top_p, min_p, typical_p.
 
     Raises:
         ValueError: a value out of its range, or NaN.
@@ -54,46 +76,103 @@ class SamplingParams:
     num_draft_tokens: int | None = None
     ignore_eos: bool = False
     logits_processors: Sequence[Any] = field(default=(), repr=False)
+    typical_p: float = 1.0
+    min_new_tokens: int = 0
+    stop_strings: Sequence[str] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    banned_token_ids: Sequence[int] = ()
+    no_repeat_ngram_size: int = 0
+    grammar: Callable[[], Any] | None = field(default=None, repr=False)
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        self._tidy()
+        allowed = self.allowed_token_ids
+        most = self.max_new_tokens if _integer(self.max_new_tokens, 1) else None
+        for name, holds, range_ in (
+            ("logits_processors", all(map(callable, self.logits_processors)), "a list of callables"),
+            ("temperature", _number(self.temperature, 0, _LARGEST_FLOAT32), "a finite number >= 0"),
+            ("top_k", _integer(self.top_k, 0), "an integer >= 0 (0 or -1: off)"),
+            ("top_p", _number(self.top_p, 0, 1), "from 0 to 1 (1: off)"),
+            ("min_p", _number(self.min_p, 0, 1), "from 0 to 1 (0: off)"),
+            ("typical_p", _number(self.typical_p, 0, 1), "from 0 to 1 (1: off)"),
+            (
+                "seed",
+                self.seed is None or _integer(self.seed, -_SEED_LIMIT, _SEED_LIMIT - 1),
+                "None or a 64-bit integer",
+            ),
+            ("max_new_tokens", _integer(self.max_new_tokens, 1), "an integer >= 1"),
+            (
+                "min_new_tokens",
+                _integer(self.min_new_tokens, 0, most),
+                f"an integer from 0 to max_new_tokens = {self.max_new_tokens}",
+            ),
+            ("stop_token_ids", _ids(self.stop_token_ids), "integers >= 0"),
+            (
+                "stop_strings",
+                all(isinstance(x, str) and x for x in self.stop_strings),
+                "a string, or a list of strings, none of them empty",
+            ),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
+            (
+                "repetition_penalty",
+                _number(self.repetition_penalty, 0, _LARGEST_FLOAT32) and self.repetition_penalty > 0,
+                "a finite number above 0 (1: off)",
+            ),
+            ("presence_penalty", _number(self.presence_penalty), "a finite number (0: off)"),
+            ("frequency_penalty", _number(self.frequency_penalty), "a finite number (0: off)"),
+            (
+                "logit_bias",
+                self.logit_bias is None or (_ids(self.logit_bias) and all(map(_bias, self.logit_bias.values()))),
+                "a mapping of token ids to numbers below +inf",
+            ),
+            ("banned_token_ids", _ids(self.banned_token_ids), "integers >= 0"),
+            (
+                "allowed_token_ids",
+                allowed is None or (_ids(allowed) and any(x not in self.banned_token_ids for x in allowed)),
+                "None, or integers >= 0 that are not all banned",
+            ),
+            ("no_repeat_ngram_size", _integer(self.no_repeat_ngram_size, 0), "an integer >= 0 (0: off)"),
+            (
+                "grammar",
+                self.grammar is None or (callable(self.grammar) and not hasattr(self.grammar, "accept_token")),
+                "None or a callable that makes a new matcher for each request, such as lambda: GrammarMatcher(compiled)",
+            ),
+            (
+                "logprobs",
+                self.logprobs is None or _integer(self.logprobs, 0, MAX_LOGPROBS),
+                f"None or from 0 to {MAX_LOGPROBS}",
+            ),
+            (
+                "num_draft_tokens",
+                self.num_draft_tokens is None or _integer(self.num_draft_tokens, 0, MAX_DRAFT_TOKENS),
+                f"None or from 0 to {MAX_DRAFT_TOKENS}",
+            ),
+        ):
+            _require(holds, self, name, range_)
+
+    def _tidy(self) -> None:
+        """Other ways to write the same, and lists that the caller may change later."""
+        tidied: dict[str, Any] = {}
         if self.temperature is None:
-            object.__setattr__(self, "temperature", 1.0)
+            tidied["temperature"] = 1.0
         if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
-        for name in ("stop_token_ids", "logits_processors"):
+            tidied["top_k"] = 0
+        if isinstance(self.stop_strings, str):
+            tidied["stop_strings"] = (self.stop_strings,)
+        if self.logit_bias is not None:
+            _require(isinstance(self.logit_bias, Mapping), self, "logit_bias", "None or a mapping")
+            tidied["logit_bias"] = dict(self.logit_bias)
+        names = ["stop_token_ids", "logits_processors", "stop_strings", "banned_token_ids"]
+        for name in names if self.allowed_token_ids is None else [*names, "allowed_token_ids"]:
             _require(isinstance(getattr(self, name), Iterable), self, name, "a list")
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        _require(all(map(callable, self.logits_processors)), self, "logits_processors", "a list of callables")
-        _require(
-            _real(self.temperature) and 0 <= float(self.temperature or 0) <= _LARGEST_FLOAT32,
-            self,
-            "temperature",
-            "a finite number >= 0",
-        )
-        _require(_integer(self.top_k) and self.top_k >= 0, self, "top_k", "an integer >= 0 (0 or -1: off)")
-        _require(_real(self.top_p) and 0 <= self.top_p <= 1, self, "top_p", "from 0 to 1 (1: off)")
-        _require(_real(self.min_p) and 0 <= self.min_p <= 1, self, "min_p", "from 0 to 1 (0: off)")
-        _require(
-            self.seed is None or (_integer(self.seed) and -_SEED_LIMIT <= self.seed < _SEED_LIMIT),
-            self,
-            "seed",
-            "None or a 64-bit integer",
-        )
-        _require(_integer(self.max_new_tokens) and self.max_new_tokens >= 1, self, "max_new_tokens", "an integer >= 1")
-        _require(
-            all(_integer(token) and token >= 0 for token in self.stop_token_ids),
-            self,
-            "stop_token_ids",
-            "integers >= 0",
-        )
-        _require(isinstance(self.ignore_eos, bool), self, "ignore_eos", "True or False")
-        k = self.num_draft_tokens
-        _require(
-            k is None or (_integer(k) and 0 <= k <= MAX_DRAFT_TOKENS),
-            self,
-            "num_draft_tokens",
-            f"None or from 0 to {MAX_DRAFT_TOKENS}",
-        )
+            tidied.setdefault(name, tuple(getattr(self, name)))
+        for name, value in tidied.items():
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -101,8 +180,28 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Whether top-k, top-p or min-p can remove a token (never at temperature 0)."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        """Whether top-k, top-p, min-p or typical-p can remove a token (never at temperature 0)."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether logits depend on how often tokens have occurred."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def biases(self) -> bool:
+        """Whether something is added to logits, or tokens are banned for good."""
+        return bool(self.logit_bias or self.banned_token_ids or self.allowed_token_ids is not None)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host has to look at each draft: for the request's own processors, or its grammar."""
+        return bool(self.logits_processors or self.grammar)
+
+    @property
+    def named_ids(self) -> tuple[int, ...]:
+        """Token ids that rules name; they must be in the vocabulary."""
+        return (*(self.logit_bias or ()), *(self.allowed_token_ids or ()), *self.banned_token_ids)
 
 
 def _require(holds: bool, params: SamplingParams, name: str, allowed: str) -> None:
@@ -110,12 +209,21 @@ def _require(holds: bool, params: SamplingParams, name: str, allowed: str) -> No
         raise ValueError(f"SamplingParams.{name} must be {allowed}, got {getattr(params, name)!r}")
 
 
-def _integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _integer(value: Any, low: int, high: int | None = None) -> bool:
+    fits = isinstance(value, Integral) and not isinstance(value, bool)
+    return fits and low <= value and (high is None or value <= high)
 
 
-def _real(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
+def _number(value: Any, low: float = -_LARGEST_FLOAT32, high: float = _LARGEST_FLOAT32) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) <= high
+
+
+def _bias(value: Any) -> bool:
+    return _number(value, -math.inf)
+
+
+def _ids(values: Iterable[Any]) -> bool:
+    return all(_integer(token, 0) for token in values)
 
 
 @dataclass
@@ -123,11 +231,11 @@ class SamplingBatch:
     """The parameters of B requests as tensors ``[B]``; what the ops take.
 
     Args:
-        temperature, top_p, min_p: float32.
+        temperature, top_p, min_p, typical_p: float32; typical_p None: off for all.
         top_k: int32.
         seed, position: int64. ``position`` is the absolute position of the first drafted token (of the token being
             sampled, in :func:`specdec_triton.ops.sample`).
-        has_filters: whether any row uses top-k, top-p or min-p, known on the host; None: unknown.
+        has_filters: whether any row uses top-k, top-p, min-p or typical-p, known on the host; None: unknown.
     """
 
     temperature: torch.Tensor
@@ -137,6 +245,7 @@ class SamplingBatch:
     seed: torch.Tensor
     position: torch.Tensor
     has_filters: bool | None = None
+    typical_p: torch.Tensor | None = None
 
     @classmethod
     def from_params(
@@ -168,12 +277,17 @@ class SamplingBatch:
             seed=torch.tensor(list(seeds), dtype=torch.int64, device=device),
             position=torch.as_tensor(positions, dtype=torch.int64, device=device),
             has_filters=any(p.has_filters for p in params),
+            typical_p=torch.tensor([p.typical_p for p in params], dtype=torch.float32, device=device)
+            if any(p.typical_p < 1 for p in params)
+            else None,
         )
 
     def of(self, requests: torch.Tensor) -> SamplingBatch:
         """The parameters of some requests, int64 ``[B']``."""
-        names = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
-        return replace(self, **{name: getattr(self, name)[requests] for name in names})
+        tensors = {
+            f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None and f.name != "has_filters"
+        }
+        return replace(self, **{name: x[requests] for name, x in tensors.items()})
 
     def after(self, tokens: int) -> SamplingBatch:
         """The same parameters, ``tokens`` positions later."""

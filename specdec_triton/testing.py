@@ -257,7 +257,12 @@ def batch_of(rows: int, *, seed: int = 0, position: int = 0, **params: Any) -> S
 
 
 def exact_probs(
-    logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    logits: torch.Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
 ) -> torch.Tensor:
     """The distribution that the parameters ask for, fp64 ``[V]``, by the definition."""
     if temperature == 0:
@@ -284,6 +289,16 @@ def exact_probs(
     if min_p > 0:
         p = probs()
         kept = {i for i in kept if p[i] >= min_p * max(p.values())}
+    if typical_p < 1:
+        p = probs()
+        entropy = -sum(x * math.log(x) for x in p.values() if x > 0)
+        away = {i: abs(-math.log(x) - entropy) for i, x in p.items() if x > 0}
+        mass, limit = 0.0, 0.0
+        for i in sorted(away, key=lambda i: away[i]):
+            if mass < typical_p or limit == 0.0:
+                limit = away[i]
+            mass += p[i]
+        kept = {i for i in away if away[i] <= limit * (1 + 1e-9)}
     p = probs()
     return torch.tensor([p.get(i, 0.0) for i in range(len(scaled))], dtype=torch.float64)
 

@@ -21,6 +21,9 @@ EQUAL = {
     "rejection-top-k": ("rejection", {"top_k": 7}),
     "block-top-p": ("block", {"top_p": 0.8, "temperature": 0.7}),
     "coupled-min-p": ("coupled", {"min_p": 0.1, "top_k": 30}),
+    "rejection-typical-p": ("rejection", {"typical_p": 0.9, "min_p": 0.01}),
+    "block-typical-p-too": ("block", {"typical_p": 0.8, "top_k": 30}),
+    "coupled-typical-p": ("coupled", {"typical_p": 0.5}),
     "typical-all": ("typical", {"top_k": 20, "top_p": 0.9, "min_p": 0.02}),
 }
 

@@ -11,6 +11,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from specdec_triton import SamplingParams, ops
@@ -24,12 +25,13 @@ from specdec_triton.testing import INF, NAN, assert_follows, batch_of, exact_pro
 OP = "sample"
 
 
-def warped(logits, temperature, top_k, top_p, min_p):
+def warped(logits, temperature, top_k, top_p, min_p, typical_p=1.0):
     """transformers' scores: -inf where removed."""
     warpers = [TemperatureLogitsWarper(temperature)]
     warpers += [TopKLogitsWarper(top_k)] if top_k > 0 else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
     warpers += [MinPLogitsWarper(min_p)] if min_p > 0 else []
+    warpers += [TypicalLogitsWarper(typical_p)] if typical_p < 1 else []
     scores = logits.clone()
     for warper in warpers:
         scores = warper(None, scores)
@@ -47,14 +49,47 @@ def test_filters_keep_what_transformers_keeps(vocab):
         params = batch_of(6, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         want = warped(logits, temperature, top_k, top_p, min_p)
         fields = (params.temperature, params.top_k, params.top_p, params.min_p)
-        scaled = scaled_logits(logits, *fields, params.has_filters)
+        scaled = scaled_logits(logits, *fields, None, params.has_filters)
         lse = ops.sample(logits, params=params, return_lse=True)[1]
         got = scaled - lse[:, None]
         assert torch.equal(got > -INF, want > -INF), (temperature, top_k, top_p, min_p)
         assert torch.allclose(got.exp(), want.softmax(-1), atol=1e-5)
         assert torch.allclose(lse, want.logsumexp(-1), atol=1e-4)
-        unknown = scaled_logits(logits, *fields, None)  # has_filters only saves time
+        unknown = scaled_logits(logits, *fields)  # has_filters only saves time
         assert torch.equal(unknown, scaled)
+
+
+TYPICAL = list(itertools.product((0.3, 1.0, 2.0), (0, 5), (1.0, 0.7), (0.0, 0.05), (0.95, 0.5, 0.2, 0.01)))
+
+
+@pytest.mark.parametrize("vocab", [7, 50, 3000])
+def test_typical_p_keeps_what_transformers_keeps(vocab, backend):
+    """After the other filters; on Triton its kernel's two bounds."""
+    logits = torch.randn(6, vocab) * 3
+    cases = TYPICAL if backend == "torch" else TYPICAL[::5]
+    for temperature, top_k, top_p, min_p, typical_p in cases:
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
+        want = warped(logits, **options)
+        params = batch_of(6, **options)
+        _, lse = ops.sample(logits, params=params, return_lse=True, backend=backend)
+        assert torch.allclose(lse, want.logsumexp(-1), atol=1e-4), options
+        fields = (params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p)
+        assert torch.equal(scaled_logits(logits, *fields) > -INF, want > -INF), options
+
+
+def test_typical_p_of_one_request_leaves_the_others_alone(backend):
+    """Also a greedy one's, and a row that is all but decided."""
+    logits = torch.randn(4, 40)
+    logits[3, 7] = 60.0
+    each = [{"typical_p": 0.3}, {}, {"typical_p": 0.3, "temperature": 0}, {"typical_p": 0.3}]
+    params = SamplingBatch.from_params([SamplingParams(seed=b, **one) for b, one in enumerate(each)], [5] * 4)
+    tokens, lse = ops.sample(logits, params=params, return_lse=True, backend=backend)
+    alone = ops.sample(logits[1:2], params=batch_of(1, seed=1, position=5), return_lse=True, backend=backend)
+    assert tokens[1] == alone[0][0]
+    torch.testing.assert_close(lse[1], alone[1][0])
+    assert tokens[2] == logits[2].argmax()
+    assert tokens[3] == 7
+    assert lse[0] < logits[0].logsumexp(-1)
 
 
 @pytest.mark.parametrize("rows", ["random", "flat", "tied", "masked"])
@@ -72,11 +107,11 @@ def test_a_prefix_of_the_sorted_row_decides_the_same(rows, monkeypatch):
     for temperature, top_k, top_p, min_p in itertools.product((0.3, 1.0), (0, 40, 1500), (1.0, 0.9, 0.0), (0.0, 0.2)):
         params = batch_of(6, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = (params.temperature, params.top_k, params.top_p, params.min_p)
-        short = scaled_logits(logits, *fields, None)
+        short = scaled_logits(logits, *fields)
         lse = ops.sample(logits, params=params, return_lse=True)[1]
         with monkeypatch.context() as patch:
             patch.setattr(reference_logits, "_PREFIX", vocab)
-            full = scaled_logits(logits, *fields, None)
+            full = scaled_logits(logits, *fields)
             full_lse = ops.sample(logits, params=params, return_lse=True)[1]
         assert torch.equal(short, full)
         assert torch.equal(lse, full_lse)
@@ -92,6 +127,8 @@ TIES = {
     "top-p-0": ([2.0, 1.0, 2.0, 0.0], {"top_p": 0.0}, {0, 2}),
     "top-k-1": ([2.0, 1.0, 2.0, 0.0], {"top_k": 1}, {0, 2}),
     "top-k-with-masked": ([2.0, -INF, 1.0, -INF], {"top_k": 3}, {0, 2}),
+    "typical-tied": ([1.0, 1.0, 1.0, 1.0], {"typical_p": 0.1}, {0, 1, 2, 3}),
+    "typical-drops-the-likeliest": ([3.0, 2.0, 2.0, 2.0, 2.0, -9.0], {"typical_p": 0.3}, {1, 2, 3, 4}),
     "all-three": ([2.0, 2.0, 1.0, 1.0, -9.0], {"top_k": 3, "top_p": 0.9, "min_p": 0.3}, {0, 1, 2, 3}),
 }
 
@@ -259,6 +296,18 @@ BAD_PARAMS = {
     "max_new_tokens": [0, -1, 2.0],
     "stop_token_ids": [[-1], [1.5]],
     "num_draft_tokens": [-1, 64, 1.0],
+    "typical_p": [-0.1, 1.1, NAN],
+    "min_new_tokens": [-1, 129, 1.5],
+    "stop_strings": [[""], [3], "", 7],
+    "repetition_penalty": [0.0, -1.0, INF, NAN, "1"],  # faults.md H5
+    "presence_penalty": [INF, NAN, None],
+    "frequency_penalty": [-INF, NAN, True],
+    "logit_bias": [{-1: 0.0}, {1: INF}, {1: NAN}, {1: "a"}, [1, 2], {1.5: 0.0}],
+    "allowed_token_ids": [[], [-1], [0.5], 3, [[1]]],
+    "banned_token_ids": [[-1], ["a"], 3],
+    "no_repeat_ngram_size": [-1, 2.0],
+    "grammar": [3, "json"],
+    "logprobs": [-1, 21, True],
 }
 
 

@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any
 
 from specdec_triton._checks import require
+from specdec_triton.grammar import Matcher
 from specdec_triton.sampling import SamplingParams
 
 
@@ -55,6 +56,29 @@ def check_params(params: SamplingParams | Sequence[SamplingParams] | None, count
     for one in each:
         require(isinstance(one, SamplingParams), "params", "SamplingParams", type(one).__name__)
     return each
+
+
+def check_rules(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ValueError: a rule names a token outside the vocabulary."""
+    bad = next((token for token in params.named_ids if token >= vocab_size), None)
+    if bad is not None:
+        raise ValueError(
+            f"logit_bias, allowed_token_ids and banned_token_ids hold the token id {bad}; ids go from 0 to {vocab_size - 1}"
+        )
+
+
+def make_matcher(params: SamplingParams) -> Matcher | None:
+    """The matcher of the request's grammar.
+
+    Raises:
+        ValueError: the grammar gives none.
+    """
+    if params.grammar is None:
+        return None
+    try:
+        return Matcher(params.grammar())
+    except Exception as error:
+        raise ValueError(f"grammar gave no matcher: {type(error).__name__}: {error}") from error
 
 
 def text_limit(prompt_tokens: int, max_new_tokens: int, max_seq_len: int | None) -> int:

@@ -16,16 +16,25 @@ from specdec_triton import ops
 from specdec_triton._checks import check_bool, check_integer
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, NoDraft
-from specdec_triton.engine.admission import check_params, check_prompt, check_prompts, text_limit
+from specdec_triton.engine.admission import (
+    check_params,
+    check_prompt,
+    check_prompts,
+    check_rules,
+    make_matcher,
+    text_limit,
+)
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.interrupts import interrupts_held
 from specdec_triton.engine.loop import Loop
 from specdec_triton.engine.memory import MemoryEstimate, estimate
 from specdec_triton.engine.request import GenerationOutput, RequestHandle
 from specdec_triton.engine.stats import DecoderStats
+from specdec_triton.engine.stop_strings import StopStrings
 from specdec_triton.engine.turns import Turns
 from specdec_triton.engine.warmup import Warmup
 from specdec_triton.errors import OutOfPagesError
+from specdec_triton.grammar import Matcher
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingParams, draw_seed
 
 METHODS = ("auto", *ops.METHODS)
@@ -52,6 +61,7 @@ class SpeculativeDecoder:
         adaptive: draft as many tokens, up to num_draft_tokens, as pay by the acceptance seen so far and by what passes cost
             on this machine (:meth:`tune`), none if none do. Requests with a seed whose text depends on K (``rejection`` and
             the like) always draft num_draft_tokens. False: all do.
+        tokenizer: of transformers; needed by requests with stop strings.
 
     Raises:
         UnsupportedModelError: the target or the drafter's model cannot be decoded here.
@@ -75,6 +85,7 @@ class SpeculativeDecoder:
         exact: bool | None = None,
         backend: str | None = None,
         adaptive: bool = True,
+        tokenizer: Any = None,
     ) -> None:
         check_integer("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
         check_integer("max_batch_size", max_batch_size, 1)
@@ -91,6 +102,8 @@ class SpeculativeDecoder:
         self.num_draft_tokens = num_draft_tokens
         self.method = method
         self._adaptive = adaptive
+        self._tokenizer = tokenizer
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self._max_batch_size = max_batch_size
         self._target = target if isinstance(target, ModelAdapter) else ModelAdapter(target, backend=backend)
         limits = [n for n in (max_seq_len, self._target.max_len) if n is not None]
@@ -212,15 +225,23 @@ class SpeculativeDecoder:
 
     def _request(self, prompt: Any, params: SamplingParams) -> RequestHandle:
         ids = check_prompt(prompt, self._target.vocab_size)
+        check_rules(params, self._target.vocab_size)
         limit = text_limit(len(ids), params.max_new_tokens, self.max_seq_len)
         if not self._loop.cache.growable and self._loop.cache.pages_for(limit) > self._loop.cache.num_pages:
             raise OutOfPagesError(
                 f"a prompt of {len(ids)} tokens and {limit - len(ids)} new ones need {self._loop.cache.pages_for(limit)}"
                 f" pages, the pool has {self._loop.cache.num_pages}: raise num_pages, or lower max_new_tokens"
             )
-        return self._handle(ids, params, limit)
+        return self._handle(ids, params, limit, self._stops_of(params), make_matcher(params))
 
-    def _handle(self, prompt: list[int], params: SamplingParams, limit: int) -> RequestHandle:
+    def _handle(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        limit: int,
+        stop_strings: StopStrings | None = None,
+        matcher: Matcher | None = None,
+    ) -> RequestHandle:
         method = "greedy" if params.greedy else self.method
         if method == "auto":
             method = "coupled" if params.seed is not None else "rejection"
@@ -236,7 +257,19 @@ class SpeculativeDecoder:
             limit=k if self._loop.drafting.on else 0,
             fixed=not self._adaptive or (method in ops.PATHLESS and params.seed is not None),
             arrival=next(self._arrivals),
+            stop_strings=stop_strings,
+            matcher=matcher,
         )
+
+    def _stops_of(self, params: SamplingParams) -> StopStrings | None:
+        strings = tuple(params.stop_strings)
+        if not strings:
+            return None
+        if self._tokenizer is None:
+            raise ValueError("stop_strings needs the tokenizer: SpeculativeDecoder(..., tokenizer=tokenizer)")
+        if strings not in self._stop_strings:
+            self._stop_strings[strings] = StopStrings(self._tokenizer, strings)
+        return self._stop_strings[strings]
 
     def _refused(self, params: SamplingParams, error: Exception) -> RequestHandle:
         """A request that ends before it begins."""

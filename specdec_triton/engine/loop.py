@@ -15,18 +15,20 @@ from typing import Any
 
 import torch
 
-from specdec_triton._checks import check_tensor
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, SessionOptions
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.costs import CostModel
+from specdec_triton.engine.details import COLUMNS as DETAILS
+from specdec_triton.engine.details import decoded
 from specdec_triton.engine.drafting import Drafting
 from specdec_triton.engine.graphs import graphs_for
+from specdec_triton.engine.host_rules import HostRules
 from specdec_triton.engine.notices import Notices
 from specdec_triton.engine.phases import Phases
 from specdec_triton.engine.request import RequestHandle
 from specdec_triton.engine.results import ResultRing, Ticket
-from specdec_triton.engine.round import COLUMNS, DrafterError, Process, Rounds
+from specdec_triton.engine.round import COLUMNS, DrafterError, Rounds
 from specdec_triton.engine.scheduler import Scheduler
 from specdec_triton.engine.shapes import Shape, Shapes
 from specdec_triton.engine.slots import ERROR, LENGTH, STOP, Slots
@@ -76,7 +78,7 @@ class Loop:
         self.drafting = Drafting(drafter, target, options, self._notices.failed)
         self.session = self.drafting.session
         self._silenced = not self.drafting.on  # the requests know that nobody drafts
-        self._slots = Slots(max_batch_size, width or 0, device)
+        self._slots = Slots(max_batch_size, width or 0, target.vocab_size, device)
         self._controller = Controller(max_batch_size, MAX_DRAFT_TOKENS, device, packed=not target.fixed_shapes)
         self._phases = Phases(device)
         self.passes = ExactPasses(target, exact, self._notices.inexact)
@@ -109,6 +111,7 @@ class Loop:
         self._depth = _DEPTH if target.fixed_shapes else 0
         largest = self.rounds.report(slice(None), MAX_DRAFT_TOKENS).shape
         self._ring = ResultRing(device, max_batch_size + _DEPTH + 2, *largest)
+        self._details: ResultRing | None = None  # made when a request first asks for log-probabilities
         self._pending: deque[_InFlight] = deque()
         self._leaving: list[RequestHandle] = []
         self._last_wanted: int | None = None  # by the requests of the last round that adapt
@@ -194,8 +197,9 @@ class Loop:
                 handle.decoding = True
                 if self.target.fixed_shapes:
                     handle.wanted = self._newcomer_wants(handle)
-                self.rounds.first_token(slot, shape, logits, self._processing([handle], first=slot))
-                self._report([handle], rows, None)
+                self._prepare(shape)
+                self.rounds.first_token(slot, shape, logits, self._host_rules([handle], first=slot))
+                self._report([handle], rows, None, shape.logprobs)
         except Exception as error:  # the others go on
             handle.exception = error
             self.end(handle, "error", f"the prompt could not be processed: {error}")
@@ -222,8 +226,8 @@ class Loop:
 
     def _make_room(self) -> Shape | None:
         """Pages for the next round, and its shape; None if nobody decodes. May preempt."""
-        if any(handle.params.logits_processors for handle in self.scheduler.decoding()):
-            self._read(0)  # they are shown the text
+        if any(handle.params.on_host for handle in self.scheduler.decoding()):
+            self._read(0)  # processors are shown the text, grammars follow it
         self._silence()
         k = self._most_drafts()
         for handle in sorted(self.scheduler.decoding(), key=lambda handle: handle.arrival):
@@ -273,21 +277,29 @@ class Loop:
 
     def _enqueue(self, shape: Shape) -> None:
         handles = self.scheduler.decoding()
-        process = self._processing(handles)
+        host = self._host_rules(handles)
+        self._prepare(shape)
         try:
-            self.round(shape, process)
+            self.round(shape, host)
         except DrafterError as error:
             self.drafting.fail(error.__cause__ or error)
             self._silence()
             shape = replace(shape, k=0, limit=0, adaptive=False)
-            self.round(shape, process)
-        self._report(handles, slice(shape.rows), shape.k)
+            self.round(shape, host)
+        self._report(handles, slice(shape.rows), shape.k, shape.logprobs)
         self._ended.rounds += 1
 
-    def round(self, shape: Shape, process: Process | None = None) -> None:
-        """A round, from its graph if there is one; with logits processors always eagerly."""
-        if process is not None:
-            self.rounds.run(shape, process)
+    def _prepare(self, shape: Shape) -> None:
+        """Buffers that only few rounds need."""
+        if shape.logprobs is not None:
+            self.rounds.details.prepare()
+            if self._details is None:
+                self._details = ResultRing(self.target.device, _DEPTH + 3, len(self._slots.lens), DETAILS)
+
+    def round(self, shape: Shape, host: HostRules | None = None) -> None:
+        """A round, from its graph if there is one; if the host takes part in it, always eagerly."""
+        if host is not None:
+            self.rounds.run(shape, host)
             return
         buffers = (self.cache.version, self._slots.version, self.session.version, self.rounds.costs)
         if buffers != self._buffers:
@@ -295,7 +307,7 @@ class Loop:
             self._graphs.invalidate()
         self._graphs.run((shape, self.session.key), lambda: self.rounds.run(shape))
 
-    def _report(self, handles: Sequence[RequestHandle], rows: slice, k: int | None) -> None:
+    def _report(self, handles: Sequence[RequestHandle], rows: slice, k: int | None, logprobs: int | None) -> None:
         """Send the rows' report on its way to the host. k: None after a prompt, of which nothing is to be learnt."""
         first, tokens = rows.start or 0, (k or 0) + 1
         places = [(h, h.slot - first) for h in handles if h.slot is not None and h.output is None]
@@ -303,24 +315,28 @@ class Loop:
             return
         for handle, _ in places:
             handle.in_flight += tokens
-        ticket = self._ring.push(self.rounds.report(rows, k or 0))
-        self._pending.append(_InFlight(ticket, places, tokens, self._ended.rounds, k is None))
+        ticket, details = self._ring.push(self.rounds.report(rows, k or 0)), None
+        if logprobs is not None:
+            assert self._details is not None
+            details = self._details.push(self.rounds.details.report(rows, k or 0, logprobs))
+        self._pending.append(_InFlight(ticket, places, tokens, self._ended.rounds, k is None, details, logprobs or 0))
 
     def _read(self, depth: int) -> None:
         """Read reports until no more than ``depth`` rounds are unread."""
         while len(self._pending) > depth:
             flight = self._pending.popleft()
             report = flight.ticket.wait().tolist()
+            details = None if flight.details is None else flight.details.wait().tolist()
             if not flight.of_prompt:
                 adapt = [report[row][COLUMNS.index("wanted")] for handle, row in flight.places if not handle.fixed]
                 self._last_wanted = max(adapt, default=self._last_wanted)
             for handle, row in flight.places:
                 handle.in_flight -= flight.tokens
                 if handle.output is None:
-                    self._take(handle, report[row], flight)
+                    self._take(handle, report[row], details and details[row], flight)
         self.let_go()
 
-    def _take(self, handle: RequestHandle, row: list[int], flight: _InFlight) -> None:
+    def _take(self, handle: RequestHandle, row: list[int], details: list[int] | None, flight: _InFlight) -> None:
         facts = dict(zip(COLUMNS, row, strict=False))
         tokens = row[len(COLUMNS) :][: facts["count"]]
         if not flight.of_prompt:
@@ -332,53 +348,63 @@ class Loop:
         if facts["foreign"]:
             self._notices.foreign()
         if facts["reason"] == ERROR:
-            whose = "the processed logits" if handle.params.logits_processors else "the target's logits"
+            changed = handle.rules or handle.params.logits_processors
+            whose = "the logits after the request's own rules" if changed else "the target's logits"
             self.end(handle, "error", f"{whose} held NaN, +inf, or nothing but -inf")
             return
+        drafted, accepted, reason = facts["drafted"], facts["accepted"], facts["reason"]
+        stop, error = _stop(handle, tokens)
+        if stop is not None:
+            tokens, reason = tokens[: stop + 1], STOP
+            drafted, accepted = min(drafted, len(tokens)) if stop < accepted else drafted, min(accepted, len(tokens))
         handle.token_ids += tokens
-        handle.stats.count_round(len(tokens), facts["drafted"], facts["accepted"])
-        self._notices.judged(facts["drafted"], facts["accepted"], self.session.adapter is not None)
-        if facts["reason"]:
-            self.end(handle, REASONS[facts["reason"]])
+        if handle.logprobs is not None and details is not None:
+            handle.logprobs += decoded(details, tokens, flight.logprobs, handle.params.logprobs or 0)
+        handle.stats.count_round(len(tokens), drafted, accepted)
+        self._notices.judged(drafted, accepted, self.session.adapter is not None)
+        if error is not None:
+            self.end(handle, "error", error)
+        elif reason:
+            self.end(handle, REASONS[reason])
         elif handle.limit:
             self._notices.grown(handle.length, self.session.max_len)
 
-    def _processing(self, handles: Sequence[RequestHandle], first: int = 0) -> Process | None:
-        """Applies the requests' logits processors to each of their rows, with that row's own history."""
-        handles = [handle for handle in handles if handle.params.logits_processors]
-        if not handles:
-            return None
+    def _host_rules(self, handles: Sequence[RequestHandle], first: int = 0) -> HostRules | None:
+        """What the host has to do in a round whose first row is the slot ``first``."""
+        handles = [handle for handle in handles if handle.params.on_host]
+        return HostRules(handles, self._slots, first, self._fail) if handles else None
 
-        def process(tokens: torch.Tensor, lens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-            logits = logits.float().clone()
-            drafted = lens.tolist()
-            for handle in handles:
-                assert handle.slot is not None
-                b = handle.slot - first
-                text, name = self._slots.texts[handle.slot, : handle.length], ""
-                try:
-                    for t in range(drafted[b] + 1):
-                        history = torch.cat([text, tokens[b, :t]])[None]
-                        row = logits[b, t][None]
-                        for processor in handle.params.logits_processors:
-                            name = getattr(processor, "__name__", type(processor).__name__)
-                            row = processor(history, row)
-                            check_tensor(f"the logits of {name}", row, (1, logits.shape[-1]), logits)
-                        logits[b, t] = row[0]
-                except Exception as error:
-                    handle.exception = error
-                    self.end(handle, "error", f"the logits processor {name} failed: {type(error).__name__}: {error}")
-            return logits
+    def _fail(self, handle: RequestHandle, error: str) -> None:
+        self.end(handle, "error", error)
 
-        return process
+
+def _stop(handle: RequestHandle, tokens: Sequence[int]) -> tuple[int | None, str | None]:
+    """Which of the new tokens ends the text where only the host can see it, and what went wrong if something did."""
+    stop = None if handle.stop_strings is None else handle.stop_strings.first(handle.token_ids, tokens)
+    if handle.matcher is None:
+        return stop, None
+    for i, token in enumerate(tokens if stop is None else tokens[: stop + 1]):
+        try:
+            accepted = handle.matcher.accept(token)
+        except Exception as error:
+            handle.exception = error
+            return max(i - 1, 0), f"the grammar failed: {type(error).__name__}: {error}"
+        if not accepted:
+            return max(i - 1, 0), f"the grammar refuses the token {token}, which its mask had allowed"
+        if handle.matcher.complete:
+            return i, None
+    return stop, None
 
 
 @dataclass
 class _InFlight:
-    """A round whose report has not been read: of which requests, in which rows, and the most tokens that each may get."""
+    """A round whose report has not been read: of which requests, in which rows, and the most tokens that each may get; its
+    report of log-probabilities, with up to how many candidates."""
 
     ticket: Ticket
     places: list[tuple[RequestHandle, int]]
     tokens: int
     number: int
     of_prompt: bool
+    details: Ticket | None
+    logprobs: int

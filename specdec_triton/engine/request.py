@@ -8,11 +8,15 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specdec_triton import ops
 from specdec_triton.engine.stats import GenerationStats
+from specdec_triton.logprobs import TokenLogprob
 from specdec_triton.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from specdec_triton.engine import SpeculativeDecoder
+    from specdec_triton.engine.stop_strings import StopStrings
+    from specdec_triton.grammar import Matcher
 
 
 @dataclass
@@ -23,12 +27,13 @@ class GenerationOutput:
         token_ids: the new tokens; a stop token is the last of them.
         finish_reason: ``stop``, ``length``, ``cancelled`` or ``error`` (``error`` says why; token_ids keeps what was
             written before).
+        logprobs: of each token, if the request asked for them.
     """
 
     token_ids: list[int]
     finish_reason: str
     stats: GenerationStats
-    logprobs: list[Any] | None = None
+    logprobs: list[TokenLogprob] | None = None
     error: str | None = None
 
 
@@ -41,7 +46,7 @@ class RequestHandle:
 
     Attributes:
         prompt, params: as submitted.
-        token_ids: the new tokens so far.
+        token_ids: the new tokens so far. logprobs: of each of them; None: not asked for.
         output: the :class:`GenerationOutput` once the request has ended, else None.
         exception: what ended it with an error, if that was an exception.
     """
@@ -59,10 +64,13 @@ class RequestHandle:
         limit: int,
         fixed: bool,
         arrival: int,
+        stop_strings: StopStrings | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         self.prompt = prompt
         self.params = params
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.output: GenerationOutput | None = None
         self.exception: Exception | None = None
         self.stats = GenerationStats(prompt_tokens=len(prompt))
@@ -71,6 +79,9 @@ class RequestHandle:
         self.method = method
         self.max_total = max_total  # prompt and output together
         self.stop_ids = stop_ids  # any of them ends the text
+        self.stop_strings = stop_strings  # so does what completes one of them
+        self.matcher = matcher  # of the request's grammar
+        self.rules = _rules(params, stop_ids)  # by name: what changes its logits on the device
         self.limit = limit  # the most drafts a round
         self.fixed = fixed  # that many, whatever the controller thinks
         self.arrival = arrival  # requests are served in this order
@@ -90,6 +101,11 @@ class RequestHandle:
         state = "waiting" if self.slot is None else "running"
         state = state if self.output is None else self.output.finish_reason
         return f"<RequestHandle: {state}, {len(self.prompt)} prompt tokens, {len(self.token_ids)} new>"
+
+    @property
+    def depends_on_bits(self) -> bool:
+        """Whether what is reported of the text depends on the last bit of the logits."""
+        return self.method not in ops.PATHLESS or self.params.logprobs is not None
 
     @property
     def length(self) -> int:
@@ -113,7 +129,7 @@ class RequestHandle:
     def finish(self, reason: str, error: str | None = None) -> None:
         if self._started is not None:
             self.stats.seconds = time.perf_counter() - self._started
-        self.output = GenerationOutput(self.token_ids, reason, self.stats, error=error)
+        self.output = GenerationOutput(self.token_ids, reason, self.stats, self.logprobs, error)
 
     def __iter__(self) -> Iterator[int]:
         sent = 0
@@ -140,3 +156,15 @@ class RequestHandle:
         except (asyncio.CancelledError, GeneratorExit):  # nobody reads on
             self.cancel()
             raise
+
+
+def _rules(params: SamplingParams, stop_ids: Sequence[int]) -> frozenset[str]:
+    """The logit rules in use, by the names of :class:`~specdec_triton.engine.slots.Slots`; grammar is the host's."""
+    used = {
+        "penalties": params.penalizes,
+        "bias": params.biases,
+        "min_lens": params.min_new_tokens > 0 and len(stop_ids) > 0,
+        "ngram": params.no_repeat_ngram_size > 0,
+        "mask": params.grammar is not None,
+    }
+    return frozenset(name for name, holds in used.items() if holds)

@@ -20,6 +20,9 @@ from specdec_triton.drafters import Drafts, DraftSession, Round
 from specdec_triton.drafters.base import nothing
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.costs import CostModel
+from specdec_triton.engine.details import Details
+from specdec_triton.engine.host_rules import HostRules
+from specdec_triton.engine.judge import Judge
 from specdec_triton.engine.phases import Phases
 from specdec_triton.engine.shapes import Shape
 from specdec_triton.engine.slots import ERROR, LENGTH, RUNNING, STOP, Slots
@@ -41,9 +44,6 @@ COLUMNS = (
 
 class DrafterError(Exception):
     """The drafter raised its cause, or did not keep to the protocol. The round has changed nothing."""
-
-
-Process = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Rounds:
@@ -71,6 +71,8 @@ class Rounds:
         self._backend = backend
         self._phases = phases
         self._reads = not target.fixed_shapes
+        self._judge = Judge(slots, backend, reads=self._reads)
+        self.details = Details(slots, reads=self._reads)
         columns = len(COLUMNS) + MAX_DRAFT_TOKENS + 1
         with torch.inference_mode(False):
             self._report = torch.zeros(len(slots.lens), columns, dtype=torch.int64, device=target.device)
@@ -82,23 +84,19 @@ class Rounds:
         return self._report[rows, : len(COLUMNS) + k + 1]
 
     @torch.inference_mode()
-    def run(self, shape: Shape, process: Process | None = None) -> None:
+    def run(self, shape: Shape, host: HostRules | None = None) -> None:
         """A round.
 
         Args:
-            process: ``(tokens [n,K], lens [n], logits [n,K+1,V]) -> logits`` applies the requests' own logits processors.
+            host: what grammars and logits processors have to say, if a request has any.
         """
         rows = slice(shape.rows)
         lens = torch.where(self._slots.live[rows], self._slots.lens[rows], 0)
         wanted, drafts = self._draft(shape, lens)
-        packed = process is None and self._packs(drafts)
+        packed = host is None and self._packs(drafts)
         counts = torch.where(lens > 0, drafts.lens + 1, 0)
         logits = self._verify(shape, lens, drafts, counts, packed)
-        if process is not None:
-            logits = process(drafts.tokens, drafts.lens, logits)
-        with self._phases("accept"):
-            result = self._judge(rows, shape, drafts, logits, counts if packed else None)
-        drafted, accepted = self._commit(rows, drafts, result, wanted)
+        drafted, accepted = self._settle(rows, shape, drafts, logits, counts if packed else None, wanted, host)
         if shape.adaptive and not (self._reads and drafts.tokens.shape[1] == 0):  # of no drafts nothing is learnt
             # A drafter that has to catch up first has not been heard yet.
             asked = wanted.clamp(max=shape.k) if self._session.seen is None else None
@@ -116,19 +114,15 @@ class Rounds:
         drafts = Drafts(tokens[:, 1:], counts - 1)
         packed = self._packs(drafts)
         logits = self._score(tokens, cache, cache.block_table[:n], context, counts, shape.exact, packed)
-        self._judge(slice(n), shape, drafts, logits, counts if packed else None)
+        self._judge.decide(slice(n), shape, drafts, logits, counts if packed else None)
 
     @torch.inference_mode()
-    def first_token(self, slot: int, shape: Shape, logits: torch.Tensor, process: Process | None = None) -> None:
+    def first_token(self, slot: int, shape: Shape, logits: torch.Tensor, host: HostRules | None = None) -> None:
         """The token after a prompt, from its last row of logits ``[1,1,V]``; the slot is live from now on."""
         rows = slice(slot, slot + 1)
         self._slots.live[rows] = True
         drafts = nothing(self._slots.lens[rows])
-        if process is not None:
-            logits = process(drafts.tokens, drafts.lens, logits)
-        with self._phases("accept"):
-            result = self._judge(rows, shape, drafts, logits)
-        self._commit(rows, drafts, result, self._slots.limits[rows])
+        self._settle(rows, shape, drafts, logits, None, self._slots.limits[rows], host)
 
     # Draft.
 
@@ -149,7 +143,7 @@ class Rounds:
         k = min(shape.k, int(limits.max())) if self._reads else shape.k
         if k == 0:
             return wanted, nothing(lens)
-        params = s.params(slice(n), shape.has_filters)
+        params = s.params(slice(n), shape.has_filters, shape.has_typical)
         round_ = Round(
             k=k,
             texts=s.texts[:n, : shape.width],
@@ -273,62 +267,25 @@ class Rounds:
 
     # Accept and commit.
 
-    def _judge(
-        self, rows: slice, shape: Shape, drafts: Drafts, logits: torch.Tensor, counts: torch.Tensor | None = None
-    ) -> ops.AcceptResult:
-        """Keep the right prefix of each draft and the token that the target adds.
-
-        Args:
-            counts: int32 ``[n]``, the logits' rows of each request, if those are packed ``[N,V]``. Then requests that drafted
-                are judged apart from those that did not, so that the latter's logits are not padded to K+1 rows.
-        """
-        params, methods = self._slots.params(rows, shape.has_filters), self._slots.methods[rows]
-        if counts is None:
-            return self._by_methods(shape, methods, drafts, logits, params)
-        first = counts.cumsum(0) - counts
-        n, width = len(drafts.lens), drafts.tokens.shape[1] + 1
-        tokens = drafts.tokens.new_full((n, width), ops.PAD)
-        accepted, status = torch.zeros_like(drafts.lens), torch.zeros_like(drafts.lens)
-        for some in ((drafts.lens > 0).nonzero()[:, 0], (drafts.lens == 0).nonzero()[:, 0]):
-            part = drafts.of(some)
-            columns = part.tokens.shape[1] + 1
-            row = first[some][:, None] + torch.minimum(self._steps[:columns], part.lens[:, None])
-            scores = logits[row.clamp(max=len(logits) - 1)]  # slots at rest have none
-            judged = self._by_methods(shape, methods[some], part, scores, params.of(some))
-            tokens[some, :columns], accepted[some], status[some] = judged
-        return ops.AcceptResult(tokens, accepted, status)
-
-    def _by_methods(
-        self, shape: Shape, methods: torch.Tensor, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch
-    ) -> ops.AcceptResult:
-        """Each request by its own method; methods: int32 ``[n]``."""
-        result = self._by_method(shape.methods[0], drafts, logits, params)
-        for method in shape.methods[1:]:
-            other, mine = self._by_method(method, drafts, logits, params), methods == ops.METHODS.index(method)
-            result = ops.AcceptResult(
-                torch.where(mine[:, None], other.tokens, result.tokens),
-                torch.where(mine, other.num_accepted, result.num_accepted),
-                torch.where(mine, other.status, result.status),
-            )
-        return result
-
-    def _by_method(
-        self, method: str, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch
-    ) -> ops.AcceptResult:
-        by_probability = method in ops.BY_PROBABILITY
-        return ops.accept_reject(
-            drafts.tokens,
-            logits,
-            drafts.logits if by_probability else None,
-            draft_lse=drafts.lse if by_probability else None,
-            draft_lens=drafts.lens,
-            params=params,
-            method=method,
-            backend=self._backend,
-        )
+    def _settle(
+        self,
+        rows: slice,
+        shape: Shape,
+        drafts: Drafts,
+        logits: torch.Tensor,
+        counts: torch.Tensor | None,
+        wanted: torch.Tensor,
+        host: HostRules | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the target makes of the drafts becomes text; counts: int32 ``[n]``, if the logits are packed."""
+        with self._phases("accept"):
+            result = self._judge.decide(rows, shape, drafts, logits, counts, host)
+            if shape.logprobs is not None:
+                self.details.write(rows, result.tokens, logits, counts, shape.logprobs)
+        return self._commit(rows, shape, drafts, result, wanted)
 
     def _commit(
-        self, rows: slice, drafts: Drafts, result: ops.AcceptResult, wanted: torch.Tensor
+        self, rows: slice, shape: Shape, drafts: Drafts, result: ops.AcceptResult, wanted: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append what was accepted up to a stop token or the text's end, and report."""
         s = self._slots
@@ -355,6 +312,9 @@ class Rounds:
 
         # All tokens, also those past the count: what lies past a text's length is never read.
         s.texts[rows].scatter_(1, lens.long()[:, None] + step, tokens)
+        if "penalties" in shape.rules:
+            assert s.counts is not None
+            s.counts[rows].scatter_add_(1, tokens.clamp(min=0), (step < count[:, None]).int())
         lens += count
         live &= reason == RUNNING
         return drafted, accepted

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from specdec_triton import ops
 from specdec_triton.engine.request import RequestHandle
 from specdec_triton.engine.slots import Slots
 from specdec_triton.exactness import ExactPasses
@@ -21,7 +20,11 @@ class Shape:
         rows: the slots 0 .. rows-1 take part.
         k: the most drafts, K. limit: the most that a request may ever ask for.
         columns: of the block table. width: of the texts.
-        methods: the accept/reject methods of the requests. has_filters: whether any uses top-k, top-p or min-p.
+        methods: the accept/reject methods of the requests. has_filters: whether any uses top-k, top-p, min-p or typical-p;
+            has_typical: the last.
+        rules: which logit rules are in use (see :class:`~specdec_triton.engine.slots.Slots`). max_ngram: the largest size of an
+            n-gram that must not occur again.
+        logprobs: the most candidates that a request wants reported; None: nobody wants any.
         exact: whether row counts must be invariant.
         adaptive: whether the controller is asked.
     """
@@ -33,6 +36,10 @@ class Shape:
     width: int
     methods: tuple[str, ...] = ("greedy",)
     has_filters: bool = False
+    has_typical: bool = False
+    rules: tuple[str, ...] = ()
+    max_ngram: int = 0
+    logprobs: int | None = None
     exact: bool = True
     adaptive: bool = False
 
@@ -77,7 +84,11 @@ class Shapes:
             width=self._text_width(columns),
             methods=tuple(sampled),
             has_filters=any(handle.params.has_filters for handle in handles),
-            exact=self._passes.wanted(any(handle.method not in ops.PATHLESS for handle in handles)),
+            has_typical=any(handle.params.has_filters and handle.params.typical_p < 1 for handle in handles),
+            rules=tuple(sorted(set().union(*(handle.rules for handle in handles)))),
+            max_ngram=max(handle.params.no_repeat_ngram_size for handle in handles),
+            logprobs=max((n for handle in handles if (n := handle.params.logprobs) is not None), default=None),
+            exact=self._passes.wanted(any(handle.depends_on_bits for handle in handles)),
             adaptive=any(handle.limit and not handle.fixed for handle in handles),
         )
 

@@ -12,10 +12,12 @@ import torch
 
 from specdec_triton import ops
 from specdec_triton._upload import upload
+from specdec_triton.logit_rules import LogitRules, bias_of, count_tokens
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingBatch
 
 if TYPE_CHECKING:
     from specdec_triton.engine.request import RequestHandle
+    from specdec_triton.engine.shapes import Shape
 
 RUNNING, STOP, LENGTH, ERROR = range(4)  # the reasons in a report
 _COLUMNS = {
@@ -29,7 +31,15 @@ _COLUMNS = {
     "top_k": torch.int32,
     "top_p": torch.float32,
     "min_p": torch.float32,
+    "typical_p": torch.float32,
     "seed": torch.int64,
+    "ruled": torch.bool,
+    "repetition_penalty": torch.float32,
+    "presence_penalty": torch.float32,
+    "frequency_penalty": torch.float32,
+    "min_lens": torch.int32,
+    "ngram": torch.int32,
+    "logprobs": torch.int32,
 }
 _MARGIN = MAX_DRAFT_TOKENS + 1  # columns past the longest text: a step writes a whole block and keeps a part
 
@@ -44,9 +54,12 @@ class Slots:
         limits: int32, the most drafts a round. fixed: bool, that number whatever the controller thinks.
         stop_ids: int64 ``[slots, S]``, padded with -1.
         methods: int32, the index in ``ops.METHODS`` (greedy requests: any).
-        temperature, top_k, top_p, min_p, seed: as in :class:`~specdec_triton.sampling.SamplingBatch`.
-        columns: all but texts and stop_ids, by name.
-        version: increases when ``texts`` or ``stop_ids`` is replaced by a wider one.
+        temperature, top_k, top_p, min_p, typical_p, seed: as in :class:`~specdec_triton.sampling.SamplingBatch`.
+        ruled: bool, whether any logit rule is the request's own. repetition_penalty, presence_penalty, frequency_penalty,
+            min_lens, ngram, counts, bias: as in :class:`~specdec_triton.logit_rules.LogitRules`; the last two, ``[slots,V]``,
+            are None until a request needs them. logprobs: int32, how many of the likeliest tokens are reported; -1: nothing.
+        columns: all with one number a slot, by name.
+        version: increases when a tensor is replaced, by a wider one or at all.
     """
 
     lens: torch.Tensor
@@ -59,17 +72,28 @@ class Slots:
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    typical_p: torch.Tensor
     seed: torch.Tensor
+    ruled: torch.Tensor
+    repetition_penalty: torch.Tensor
+    presence_penalty: torch.Tensor
+    frequency_penalty: torch.Tensor
+    min_lens: torch.Tensor
+    ngram: torch.Tensor
+    logprobs: torch.Tensor
 
     @torch.inference_mode(False)  # what a step makes must stay writable outside it
-    def __init__(self, slots: int, width: int, device: torch.device) -> None:
+    def __init__(self, slots: int, width: int, vocab_size: int, device: torch.device) -> None:
         self.device = device
+        self._vocab_size = vocab_size
         self.version = 0
         self.texts = torch.zeros(slots, width + _MARGIN, dtype=torch.int64, device=device)
         self.stop_ids = torch.full((slots, 1), ops.PAD, dtype=torch.int64, device=device)
 
         self.columns = {name: torch.zeros(slots, dtype=dtype, device=device) for name, dtype in _COLUMNS.items()}
         vars(self).update(self.columns)
+        self.counts: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
 
     @torch.inference_mode()
     def enter(self, slot: int, handle: RequestHandle) -> None:
@@ -92,16 +116,34 @@ class Slots:
             "top_k": min(params.top_k, 2**31 - 1),
             "top_p": params.top_p,
             "min_p": params.min_p,
+            "typical_p": params.typical_p,
             "seed": handle.seed,
+            "ruled": bool(handle.rules),
+            "repetition_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "min_lens": len(handle.prompt) + params.min_new_tokens,
+            "ngram": params.no_repeat_ngram_size,
+            "logprobs": -1 if params.logprobs is None else params.logprobs,
         }
         for name, column in self.columns.items():
             column[slot] = values[name]
+        if params.penalizes:
+            self.counts = self._table(self.counts, torch.int32)
+            counts = count_tokens(handle.prompt, handle.token_ids, self._vocab_size)
+            self.counts[slot] = upload(counts, torch.int32, self.device)
+        if params.biases:
+            self.bias = self._table(self.bias, torch.float32)
+            self.bias[slot] = upload(bias_of(params, self._vocab_size), torch.float32, self.device)
+        elif self.bias is not None:
+            self.bias[slot] = 0.0
 
     @torch.inference_mode()
     def move(self, src: int, dst: int) -> None:
         """The request of slot src goes to dst."""
-        for tensor in (*self.columns.values(), self.texts, self.stop_ids):
-            tensor[dst] = tensor[src]
+        for tensor in (*self.columns.values(), self.texts, self.stop_ids, self.counts, self.bias):
+            if tensor is not None:
+                tensor[dst] = tensor[src]
         self.leave(src)
 
     @torch.inference_mode()
@@ -110,7 +152,7 @@ class Slots:
         self.live[slot] = False
         self.lens[slot] = 0
 
-    def params(self, rows: slice, has_filters: bool) -> SamplingBatch:
+    def params(self, rows: slice, has_filters: bool, has_typical: bool = False) -> SamplingBatch:
         """The sampling parameters of the rows' next token."""
         return SamplingBatch(
             self.temperature[rows],
@@ -120,7 +162,39 @@ class Slots:
             self.seed[rows],
             self.lens[rows].long(),
             has_filters,
+            self.typical_p[rows] if has_typical else None,
         )
+
+    def rules(self, rows: slice, shape: Shape, mask: torch.Tensor | None) -> LogitRules:
+        """The logit rules of the rows' next token, those that ``shape`` says are in use.
+
+        Args:
+            mask: int32 ``[n,K+1,ceil(V/32)]``, what the requests' grammars allow; None: anything.
+        """
+        used = shape.rules
+        rules = LogitRules(self.lens[rows], mask=mask)
+        if "penalties" in used:
+            assert self.counts is not None
+            rules.counts = self.counts[rows]
+            for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+                setattr(rules, name, self.columns[name][rows])
+        if "bias" in used:
+            assert self.bias is not None
+            rules.bias = self.bias[rows]
+        if "min_lens" in used:
+            rules.min_lens, rules.stop_ids = self.min_lens[rows], self.stop_ids[rows]
+        if "ngram" in used:
+            rules.ngram, rules.texts = self.ngram[rows], self.texts[rows, : shape.width]
+            rules.max_ngram = shape.max_ngram
+        return rules
+
+    @torch.inference_mode(False)
+    def _table(self, table: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """``[slots,V]``, made when it is first needed."""
+        if table is None:
+            table = torch.zeros(len(self.lens), self._vocab_size, dtype=dtype, device=self.device)
+            self.version += 1
+        return table
 
     @torch.inference_mode(False)
     def _widen(self, width: int, stop_ids: int) -> None:

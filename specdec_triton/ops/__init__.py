@@ -9,8 +9,10 @@ overrides).
 from __future__ import annotations
 
 from specdec_triton._library import resolve_backend as resolve_backend
+from specdec_triton.logit_rules import LogitRules
 from specdec_triton.ops.drafting import ngram_propose
 from specdec_triton.ops.paged import append_kv, compact_kv, verify_attention
+from specdec_triton.ops.rules import apply_logit_rules
 from specdec_triton.ops.sampling import BY_PROBABILITY, METHODS, PATHLESS, AcceptResult, accept_reject, sample
 from specdec_triton.reference.accept_reject import PAD
 from specdec_triton.sampling import SamplingBatch
@@ -21,9 +23,11 @@ __all__ = [
     "PAD",
     "PATHLESS",
     "AcceptResult",
+    "LogitRules",
     "SamplingBatch",
     "accept_reject",
     "append_kv",
+    "apply_logit_rules",
     "compact_kv",
     "ngram_propose",
     "sample",

@@ -31,7 +31,8 @@ BY_PROBABILITY = ("rejection", "block")  # methods that judge a draft by the pro
 PATHLESS = (*BY_PROBABILITY, "typical")  # of which a text depends on how its rounds fell
 
 _PARAMS = (
-    "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position, bool? has_filters"
+    "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor? typical_p, Tensor seed, Tensor position,"
+    " bool? has_filters"
 )
 
 _accept_reject = register(
@@ -166,8 +167,10 @@ def sample(
 def unpacked(params: SamplingBatch, batch: int, like: torch.Tensor) -> tuple:
     """The parameter tensors in the order in which the ops take them."""
     require(isinstance(params, SamplingBatch), "params", "a SamplingBatch", type(params).__name__)
-    for name in ("temperature", "top_p", "min_p"):
+    for name in ("temperature", "top_p", "min_p", "typical_p"):
         x = getattr(params, name)
+        if x is None and name == "typical_p":
+            continue
         check_tensor(f"params.{name}", x, (batch,), like)
         require(x.dtype == torch.float32, f"params.{name}", "float32", x.dtype)
         if batch and x.device.type == "cpu":
@@ -183,4 +186,4 @@ def unpacked(params: SamplingBatch, batch: int, like: torch.Tensor) -> tuple:
     if batch and like.device.type == "cpu":
         require(int(top_k.min()) >= -1, "params.top_k", "at least 0 (0 and -1: off)", int(top_k.min()))
         require(int(position.min()) >= 0, "params.position", "at least 0", int(position.min()))
-    return params.temperature, top_k, params.top_p, params.min_p, seed, position, params.has_filters
+    return params.temperature, top_k, params.top_p, params.min_p, params.typical_p, seed, position, params.has_filters

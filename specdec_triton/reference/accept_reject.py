@@ -33,6 +33,7 @@ def accept_reject(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
+    typical_p: torch.Tensor | None,
     seed: torch.Tensor,
     position: torch.Tensor,
     has_filters: bool | None,
@@ -62,7 +63,7 @@ def accept_reject(
     if method == "greedy" or (device.type == "cpu" and bool(greedy.all())):
         return _emit(drafts, best, accepted, status)
 
-    params = (temperature, top_k, top_p, min_p, has_filters)
+    params = (temperature, top_k, top_p, min_p, typical_p, has_filters)
     if method == "coupled":
         # One row at a time: the noise for all rows at once would be a [B,K+1,V] tensor. No row counts after the first draft
         # that is not its position's token, so on the CPU the others are left out.
@@ -115,12 +116,14 @@ def _scaled_rows(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
+    typical_p: torch.Tensor | None,
     has_filters: bool | None,
 ) -> torch.Tensor:
     """``scaled_logits`` of ``[B,R,V]``."""
     rows = logits.shape[1]
     t_rows, k_rows, p_rows, m_rows = (x.repeat_interleave(rows) for x in (temperature, top_k, top_p, min_p))
-    return scaled_logits(logits.flatten(0, 1), t_rows, k_rows, p_rows, m_rows, has_filters).view(logits.shape)
+    y_rows = None if typical_p is None else typical_p.repeat_interleave(rows)
+    return scaled_logits(logits.flatten(0, 1), t_rows, k_rows, p_rows, m_rows, y_rows, has_filters).view(logits.shape)
 
 
 def _rejection(

@@ -1,7 +1,7 @@
 """What the sampling parameters do to a row of logits; shared by ``sample`` and ``accept_reject``.
 
-Order: temperature, top-k, top-p, min-p, each on what the one before it left, as transformers does; ties at a boundary
-are all kept. The same function serves draft rows, so that q is exactly the distribution the draft was drawn from.
+Order: temperature, top-k, top-p, min-p, typical-p, each on what the one before it left, as transformers does; ties at a
+boundary are all kept. The same function serves draft rows, so that q is exactly the distribution the draft was drawn from.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ def scaled_logits(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
+    typical_p: torch.Tensor | None = None,
     has_filters: bool | None = None,
 ) -> torch.Tensor:
     """Logits over the temperature, fp32 ``[R,V]``, -inf where filtered out: log-probabilities but for a constant a row.
 
     Args:
         logits: ``[R,V]``, any floating dtype; -inf masks a token.
-        temperature, top_k, top_p, min_p: ``[R]``. Rows with temperature 0 come back as if it were 1, unfiltered.
+        temperature, top_k, top_p, min_p, typical_p (None: off): ``[R]``. Rows with temperature 0 come back as if it were 1, unfiltered.
     """
     greedy = temperature <= 0
     scaled = logits.float() * _inverse(temperature)[:, None]
     if has_filters is None:
-        has_filters = bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()) if logits.device.type == "cpu" else True
+        least = typical_p is not None or logits.device.type != "cpu"
+        has_filters = least or bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
     if has_filters:
         scaled = _filter(
             scaled,
@@ -38,6 +40,8 @@ def scaled_logits(
             torch.where(greedy, 1.0, top_p),
             torch.where(greedy, 0.0, min_p),
         )
+        if typical_p is not None:
+            scaled = _keep_typical(scaled, torch.where(greedy, 1.0, typical_p))
     return scaled
 
 
@@ -72,6 +76,22 @@ def _lowest_kept(
     lowest = torch.maximum(lowest, highest + min_p[:, None].log())
     reached = torch.where(limited, whole, mass[:, -1] >= enough[:, 0])
     return lowest, (~limited | (top_k <= known)) & ((top_p >= 1) | reached)
+
+
+def _keep_typical(scaled: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
+    """Locally typical sampling (Meister et al. 2022): the tokens whose information is nearest to the entropy stay, up to the mass.
+
+    -log p - H is the expected logit less the token's own.
+    """
+    shifted = scaled - scaled.amax(-1, keepdim=True)
+    weight = shifted.exp().double()
+    total = weight.sum(-1, keepdim=True)
+    mean = (weight * shifted.masked_fill(weight == 0, 0.0)).sum(-1, keepdim=True) / total
+    distance = (shifted - mean.float()).abs()
+    ordered, order = distance.sort(-1)
+    enough = typical_p.double()[:, None] * total
+    last = (weight.gather(-1, order).cumsum(-1) < enough).sum(-1, keepdim=True).clamp(max=scaled.shape[-1] - 1)
+    return scaled.masked_fill((distance > ordered.gather(-1, last)) & (typical_p < 1)[:, None], NEG_INF)
 
 
 def _inverse(temperature: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ def sample(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
+    typical_p: torch.Tensor | None,
     seed: torch.Tensor,
     position: torch.Tensor,
     has_filters: bool | None,
@@ -21,7 +22,7 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens int64 ``[B]`` and the log-sum-exp fp32 ``[B]`` under the parameters; see ``specdec_triton.ops.sample``."""
     _, tokens = best_of(logits)
-    scaled = scaled_logits(logits, temperature, top_k, top_p, min_p, has_filters)
+    scaled = scaled_logits(logits, temperature, top_k, top_p, min_p, typical_p, has_filters)
     lse = scaled.logsumexp(-1)
     sampled = temperature > 0
     if logits.device.type == "cpu" and not bool(sampled.any()):

@@ -1,0 +1,128 @@
+"""The decision of a round: rules on the logits, accept or reject by each request's method, log-probabilities."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec_triton import ops
+from specdec_triton.drafters import Drafts
+from specdec_triton.engine.host_rules import HostRules
+from specdec_triton.engine.shapes import Shape
+from specdec_triton.engine.slots import Slots
+from specdec_triton.sampling import MAX_DRAFT_TOKENS
+
+
+class Judge:
+    """Judges the drafts of the slots.
+
+    Args:
+        reads: whether values may be read on the host.
+    """
+
+    def __init__(self, slots: Slots, backend: str | None, *, reads: bool) -> None:
+        self._slots = slots
+        self._backend = backend
+        self._reads = reads
+        with torch.inference_mode(False):
+            self._steps = torch.arange(MAX_DRAFT_TOKENS + 1, dtype=torch.int64, device=slots.device)
+
+    def decide(
+        self,
+        rows: slice,
+        shape: Shape,
+        drafts: Drafts,
+        logits: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        host: HostRules | None = None,
+    ) -> ops.AcceptResult:
+        """Keep the right prefix of each draft and the token that the target adds.
+
+        Args:
+            logits: ``[n,K+1,V]``.
+            counts: int32 ``[n]``, the logits' rows of each request, if those are packed ``[N,V]``. Then requests that drafted
+                are judged apart from those that did not, so that the latter's logits are not padded to K+1 rows.
+            host: what the requests' grammars and processors have to say; not with packed logits.
+        """
+        if counts is None:
+            return self._of(rows, None, shape, drafts, logits, host)
+        n, width = len(drafts.lens), drafts.tokens.shape[1] + 1
+        tokens = drafts.tokens.new_full((n, width), ops.PAD)
+        accepted, status = torch.zeros_like(drafts.lens), torch.zeros_like(drafts.lens)
+        for some in ((drafts.lens > 0).nonzero()[:, 0], (drafts.lens == 0).nonzero()[:, 0]):
+            part = drafts.of(some)
+            columns = part.tokens.shape[1] + 1
+            step = torch.minimum(self._steps[:columns], part.lens[:, None])
+            scores = logits[self.packed_rows(counts, some[:, None], step).clamp(max=len(logits) - 1)]  # none at rest
+            tokens[some, :columns], accepted[some], status[some] = self._of(rows, some, shape, part, scores, None)
+        return ops.AcceptResult(tokens, accepted, status)
+
+    @staticmethod
+    def packed_rows(counts: torch.Tensor, request: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        """Where the row of a request's step lies in packed logits."""
+        return (counts.cumsum(0) - counts)[request] + step
+
+    def _of(
+        self,
+        rows: slice,
+        some: torch.Tensor | None,
+        shape: Shape,
+        drafts: Drafts,
+        logits: torch.Tensor,
+        host: HostRules | None,
+    ) -> ops.AcceptResult:
+        """Of some of the rows, int64; None: of all."""
+        params = self._slots.params(rows, shape.has_filters, shape.has_typical)
+        methods = self._slots.methods[rows]
+        if some is not None:
+            params, methods = params.of(some), methods[some]
+        logits = self._ruled(rows, some, shape, drafts, logits, host)
+        result = self._by_method(shape.methods[0], drafts, logits, params)
+        for method in shape.methods[1:]:
+            other, mine = self._by_method(method, drafts, logits, params), methods == ops.METHODS.index(method)
+            result = ops.AcceptResult(
+                torch.where(mine[:, None], other.tokens, result.tokens),
+                torch.where(mine, other.num_accepted, result.num_accepted),
+                torch.where(mine, other.status, result.status),
+            )
+        return result
+
+    def _by_method(
+        self, method: str, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch
+    ) -> ops.AcceptResult:
+        by_probability = method in ops.BY_PROBABILITY
+        return ops.accept_reject(
+            drafts.tokens,
+            logits,
+            drafts.logits if by_probability else None,
+            draft_lse=drafts.lse if by_probability else None,
+            draft_lens=drafts.lens,
+            params=params,
+            method=method,
+            backend=self._backend,
+        )
+
+    def _ruled(
+        self,
+        rows: slice,
+        some: torch.Tensor | None,
+        shape: Shape,
+        drafts: Drafts,
+        logits: torch.Tensor,
+        host: HostRules | None,
+    ) -> torch.Tensor:
+        """The logits ``[n,K+1,V]`` that are sampled from."""
+        mask = None if host is None else host.masks(drafts.tokens, drafts.lens, logits.shape[-1])
+        if shape.rules or mask is not None:
+            rules, ruled = self._slots.rules(rows, shape, mask), self._slots.ruled[rows]
+            if some is not None:
+                rules, ruled = rules.of(some), ruled[some]
+            tokens, lens = drafts.tokens, drafts.lens
+            if not self._reads or bool(ruled.all()):
+                logits = ops.apply_logit_rules(logits, tokens, rules=rules, draft_lens=lens, backend=self._backend)
+            elif bool(ruled.any()):
+                those = ruled.nonzero()[:, 0]
+                logits = logits.to(torch.float32, copy=True)
+                logits[those] = ops.apply_logit_rules(
+                    logits[those], tokens[those], rules=rules.of(those), draft_lens=lens[those], backend=self._backend
+                )
+        return logits if host is None else host.process(drafts.tokens, drafts.lens, logits)

@@ -1,0 +1,48 @@
+"""Log-probabilities of tokens under the model's own logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """What the model thought of a token that was written, before temperature, filters and rules.
+
+    Attributes:
+        token_id, logprob: of the token itself; natural logarithm.
+        top: token id -> logprob of the most likely tokens, the most likely first, the lowest id first of equal ones.
+    """
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a token and of the ``top`` most likely ones for each row.
+
+    Args:
+        logits: ``[R,V]``, any floating dtype. tokens: int64 ``[R]``. top: at most V.
+
+    Returns:
+        fp32 ``[R]``, and int64 ids and fp32 ``[R,top]``. Of equal logits the lowest ids come first, however many rows there are.
+    """
+    import torch
+
+    exact = logits.float()
+    lse = exact.logsumexp(-1, keepdim=True)
+    own = exact.gather(1, tokens[:, None]) - lse
+    # One key for value and id: the bits of the (widened) number in the order of its value, then the id from the last one down.
+    bits = (exact + 0.0).view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    vocab = logits.shape[1]
+    key = order * vocab + torch.arange(vocab - 1, -1, -1, device=logits.device)
+    ids = vocab - 1 - key.topk(top).values % vocab
+    return own[:, 0], ids, exact.gather(1, ids) - lse
