@@ -74,10 +74,11 @@ GRID = [
     SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m)
     for t, k, p, m in itertools.product((0.5, 1.0, 2.0), (0, 3), (1.0, 0.8), (0.0, 0.2))
 ]
+GRID += [SamplingParams(temperature=t, top_k=k, typical_p=0.6) for t, k in itertools.product((0.5, 1.0, 2.0), (0, 4))]
 
 
 def grid(method: str, params: list[SamplingParams] = GRID) -> Setting:
-    """faults.md B1, B3: temperature, top-k, top-p and min-p on both sides."""
+    """faults.md B1, B3: temperature and every filter on both sides."""
     target = random_table(6, seed=4, rows=6)
     draft = random_table(6, seed=5, rows=6, near=target)
     return Setting(target, TableDrafter(draft), [Request(method, each) for each in params], length=2, k=2)

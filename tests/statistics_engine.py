@@ -62,8 +62,8 @@ class Table:
 
     def probs(self, params: SamplingParams) -> torch.Tensor:
         """fp64 ``[R,V]``."""
-        wanted = (float(params.temperature or 0), params.top_k, params.top_p, params.min_p)
-        return torch.stack([exact_probs(row.float(), *wanted) for row in self.rows])
+        given = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
+        return torch.stack([exact_probs(row.float(), **given) for row in self.rows])
 
 
 def random_table(vocab: int, *, seed: int, spread: float = 1.0, near: Table | None = None, rows: int = 0) -> Table:
@@ -299,8 +299,9 @@ def _started(setting: Setting, seeds: torch.Tensor, kinds: torch.Tensor) -> tupl
             handles.append(decoder._request(setting.target.prompt, request.params))
             slots.enter(slot, handles[-1])
             slots.live[slot] = True
-    for column in (slots.texts, slots.stop_ids, *slots.columns.values()):
-        column.copy_(column[: len(setting.requests)][kinds])
+    for column in (*slots.columns.values(), slots.texts, slots.stop_ids, slots.counts, slots.bias):
+        if column is not None:
+            column.copy_(column[: len(setting.requests)][kinds])
     slots.seed.copy_(seeds)
     prompts = torch.tensor(setting.target.prompt).repeat(len(seeds), 1)
     loop.target.forward(prompts, loop.cache, loop.cache.block_table, torch.zeros(len(seeds), dtype=torch.int32))

@@ -29,6 +29,7 @@ from statistics_checks import (
 from statistics_engine import DraftModelSession, Request, Setting, TableDrafter
 
 from specdec_triton import NoDraft
+from specdec_triton.engine.judge import Judge
 from specdec_triton.engine.round import Rounds
 from specdec_triton.engine.slots import Slots
 from specdec_triton.reference import accept_reject as judging
@@ -62,7 +63,7 @@ CHECKS: dict[str, Check] = {
     "coupled": of(COUPLED),
     "mixed": of(cases.mixed(device=False)),
     "filters": of(cases.grid("rejection", cases.GRID[2:6])),
-    "temperature": of(cases.grid("rejection", cases.GRID[::8])),
+    "temperature": of(cases.grid("rejection", cases.GRID[:24:8])),
     "stops": of(cases.stopping("coupled"), acceptance=False),
     "certain": of(cases.adversary("certain")),
     "foreign": of(cases.adversary("foreign-ids")),
@@ -126,7 +127,7 @@ NOISE = {
 }
 DISTRIBUTIONS = {
     "raw-q-with-filters": bug(
-        "filters", Edit(JUDGE, DRAFT_ROWS, DRAFT_ROWS.replace("*params", "*params[:4], False")), OF_ITSELF
+        "filters", Edit(JUDGE, DRAFT_ROWS, DRAFT_ROWS.replace("*params", "*params[:-1], False")), OF_ITSELF
     ),
     "q-of-another-draft": bug(
         "rejection", Edit(DraftModelSession.propose, "stack(all_logits, 1)", "stack(all_logits[::-1], 1)")
@@ -179,7 +180,7 @@ DECISIONS = {
     ),
 }
 PLACES = {
-    "next-target-row": bug("mixed", Edit(Rounds._judge, "first[some][:, None] +", "first[some][:, None] + 1 +")),
+    "next-target-row": bug("mixed", Edit(Judge.packed_rows, "[request] + step", "[request] + step + 1")),
     "target-row-before": bug(
         "rejection", Edit(JUDGE, LAST_ROW, LAST_ROW.replace("num_accepted", "(num_accepted - 1).clamp(min=0)"))
     ),
