@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from specdec_triton._library import resolve_backend as resolve_backend
 from specdec_triton.ops.drafting import ngram_propose
+from specdec_triton.ops.linear import row_mean, skinny_linear
 from specdec_triton.ops.paged import append_kv, compact_kv, verify_attention
 from specdec_triton.ops.sampling import BY_PROBABILITY, METHODS, PATHLESS, AcceptResult, accept_reject, sample
 from specdec_triton.reference.accept_reject import PAD
@@ -26,6 +27,8 @@ __all__ = [
     "append_kv",
     "compact_kv",
     "ngram_propose",
+    "row_mean",
     "sample",
+    "skinny_linear",
     "verify_attention",
 ]
