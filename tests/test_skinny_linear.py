@@ -150,15 +150,22 @@ def test_rows_as_a_new_tensor_has_them():
             assert rows.data_ptr() % 16 == 0
             assert (rows.stride(0) % 16 == 0, rows.stride(0) == 1) == (new.stride(0) % 16 == 0, new.stride(0) == 1)
     wide = torch.zeros(6, 64)
+    off = wide[1:, 3:35]  # of a fitting stride, but not at an address that fits
+    assert off.data_ptr() % 16
+    assert torch.equal(even_rows(off), off)
+    assert even_rows(off).data_ptr() % 16 == 0
     for free in (wide, wide[2:3], wide[:, :32], wide[1:, 32:]):  # as a batch's rows usually lie
         assert even_rows(free).data_ptr() == free.data_ptr()
 
 
-def test_far_rows_of_a_weight(backend):
-    """Offsets are 64-bit (faults.md F1): 2^31 elements between two rows; only pages that are touched take memory."""
-    weight = torch.empty(2, (1 << 31) + 8, dtype=torch.float16)[:, :8]
-    weight.copy_(torch.randn(2, 8))
-    x = torch.randn(3, 8).half()
+@pytest.mark.parametrize("layout", ["linear", "conv1d"])
+def test_weight_beyond_2_to_the_31_elements(layout, backend):
+    """Offsets are 64-bit (faults.md F1): rows 2^27 elements apart, of which only the pages that are touched take memory."""
+    weight = torch.empty(20, 1 << 27, dtype=torch.float16)[:, :20]
+    weight.copy_(torch.randn(20, 20))
+    if layout == "conv1d":
+        weight = weight.t()
+    x = torch.randn(3, 20).half()
     assert_near(ops.skinny_linear(x, weight, backend=backend), x, weight, None)
 
 
