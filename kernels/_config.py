@@ -200,7 +200,8 @@ def linear_config(n: int, k: int, dtype: torch.dtype, chip: Chip) -> LinearConfi
     """
     full = dtype == torch.float32
     block_m = 16 if full else 32 if chip.arch == "sm_86" else 64
-    block_n = 128 if not full and n >= 128 * chip.num_sms else 64  # once the chip is full, wide tiles read x less often
+    # Once the chip is full, wide tiles read x less often. An odd N stores single elements, for which registers run out.
+    block_n = 128 if not full and n % 16 == 0 and n >= 128 * chip.num_sms else 64
     block_k = min(max(_power_of_two(k), 16), 64)
     splits = max(min(chip.num_sms // -(-n // block_n), k * dtype.itemsize // _SPLIT_BYTES, _MOST_SPLITS), 1)
     config = LinearConfig(block_m, block_n, block_k, splits, 4, 4 if chip.backend == "cuda" else 2)
