@@ -71,12 +71,14 @@ rm -f "$out"/tests.?.log
 while read -r op budget limit; do
     step "$op" "$limit" "$python" -m "bench.bench_$op" --seconds 0.4 $quick --budget "$budget" --out "$out/$op.jsonl"
 done <<'BENCHES'
-verify_attention 65 85
-accept_reject 45 65
+verify_attention 55 75
+accept_reject 40 60
 sample 25 40
 append_kv 12 25
 compact_kv 10 20
 ngram_propose 10 20
+skinny_linear 20 30
+row_mean 5 10
 BENCHES
 
 if [ ${#failed[@]} -eq 0 ]; then

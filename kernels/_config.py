@@ -80,7 +80,33 @@ class AttentionConfig(NamedTuple):
     merge_rows: int
 
 
+class LinearConfig(NamedTuple):
+    """Tiles of ``skinny_linear``.
+
+    Attributes:
+        block_m: rows of a tile. block_n: of its columns, which are rows of the weight. block_k: of a block of K.
+        splits: parts of K, which programs of their own add up.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+class MeanConfig(NamedTuple):
+    """Tiles of ``row_mean``: rows of a program, and lanes of a row."""
+
+    block_rows: int
+    block_d: int
+    num_warps: int
+
+
 _ROWS_EXPECTED = 8  # positions of a verify pass that should fit one tile: K = 7
+_SPLIT_BYTES = 2048  # of a weight's row: for less, a second launch takes longer than it saves
+_MOST_SPLITS = 16
 
 
 def interpreting() -> bool:
@@ -145,8 +171,8 @@ def attention_config(
     stages = 3 if chip.backend == "cuda" else 1  # 3: a block's pages are known before its keys are asked for
     warps = 4
     if chip.backend == "cuda":
-        # sm_90 and sm_100 multiply from shared memory; elsewhere four warps would keep too much of a large tile each.
-        large = (block_m > 32 or block_m * width > 4096) and chip.arch not in ("sm_90", "sm_100")
+        # Where products take registers, four warps would keep too much of a large tile each.
+        large = (block_m > 32 or block_m * width > 4096) and not _multiplies_from_shared_memory(chip)
         if large or fp8_mode(kv_dtype, chip) == "bytes":
             warps = 8
     merge_rows = 64 if chip is INTERPRETER else 1
@@ -166,6 +192,42 @@ def attention_shared_memory(config: AttentionConfig, dim: int, dtype: torch.dtyp
     return ahead * config.block_n * row + config.block_m * (row + config.block_n * dtype.itemsize)
 
 
+def linear_config(n: int, k: int, dtype: torch.dtype, chip: Chip) -> LinearConfig:
+    """For N outputs of K inputs.
+
+    Row tiles are one size for all M. Hopper multiplies 64 rows at least, and a tile of 64 serves all passes but prefill; a weight
+    then costs 128 operations, for which every chip but sm_86 has the time while it reads. fp32 has no tensor cores.
+    """
+    full = dtype == torch.float32
+    block_m = 16 if full else 32 if chip.arch == "sm_86" else 64
+    # Once the chip is full, wide tiles read x less often. An odd N stores single elements, for which registers run out.
+    block_n = 128 if not full and n % 16 == 0 and n >= 128 * chip.num_sms else 64
+    block_k = min(max(_power_of_two(k), 16), 64)
+    splits = max(min(chip.num_sms // -(-n // block_n), k * dtype.itemsize // _SPLIT_BYTES, _MOST_SPLITS), 1)
+    config = LinearConfig(block_m, block_n, block_k, splits, 4, 4 if chip.backend == "cuda" else 2)
+    # Two programs on each SM: one reads while the other begins or ends.
+    while config.num_stages > 2 and linear_shared_memory(config, dtype, chip) > chip.shared_memory_per_sm // 2 - _KIB:
+        config = config._replace(num_stages=config.num_stages - 1)
+    return config
+
+
+def linear_shared_memory(config: LinearConfig, dtype: torch.dtype, chip: Chip) -> int:
+    """Bytes, at most: the blocks of x and of the weight on the way, and those at work where they are not in registers then."""
+    in_registers = chip.backend == "cuda" and (dtype == torch.float32 or not _multiplies_from_shared_memory(chip))
+    blocks = config.num_stages - 1 if in_registers else config.num_stages
+    return blocks * (config.block_m + config.block_n) * config.block_k * dtype.itemsize
+
+
+def _multiplies_from_shared_memory(chip: Chip) -> bool:
+    return chip.arch in ("sm_90", "sm_100")
+
+
+def mean_config(d: int, chip: Chip) -> MeanConfig:
+    """For rows of D."""
+    block_d = min(_power_of_two(d), 4096)
+    return MeanConfig(64 if chip is INTERPRETER else 1, block_d, 1 if block_d <= 512 else 4)
+
+
 def fp8_mode(dtype: torch.dtype, chip: Chip) -> str:
     """How a cache of this dtype is read: ``plain``, or fp8 by the chip's conversion (``native``) or from ``bytes``."""
     if dtype != torch.float8_e4m3fn:
@@ -181,6 +243,18 @@ def at_most_registers(count: int, chip: Chip) -> dict[str, int]:
 def dense(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Contiguous: for small inputs, whose strides the kernels do not take."""
     return tuple(None if x is None else x.contiguous() for x in tensors)
+
+
+def even_rows(x: torch.Tensor) -> torch.Tensor:
+    """``[R,D]`` whose address and row stride are divisible by 16 wherever a new tensor's would be, copied if they are not.
+
+    Triton compiles for such facts. A row that is scored alone, or a part of a batch, must not meet another binary.
+    """
+    rows, width = x.shape
+    if rows == 1:
+        x = x.as_strided((1, width), (width, 1))  # one row's stride is any number
+    even = x.stride(0) == width or (x.stride(0) % 16 == 0 and width % 16 == 0)
+    return x if even and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:

@@ -13,7 +13,7 @@ matrix products. On a device every request has T rows, whatever it uses of them:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,13 @@ import torch
 from transformers import AttentionInterface
 
 from specdec_triton import ops
-from specdec_triton.exactness import InvariantRows
+from specdec_triton.exactness import InvariantRows, kernels_backend
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.observe import Observation, attention_configs, has_dropout, model_lock, observe
 from specdec_triton.reference.append_kv import append_planned
 from specdec_triton.reference.paging import Plan, make_plan
 from specdec_triton.reference.verify_attention import attend_planned
+from specdec_triton.row_invariant import RowInvariant
 
 IMPLEMENTATION = "specdec_paged"
 _append_kv = torch.ops.specdec.append_kv.default
@@ -155,6 +156,7 @@ class ModelAdapter:
             ops.resolve_backend(backend, "append_kv", like),
             ops.resolve_backend(backend, "verify_attention", like),
         )
+        self._invariant_backend = kernels_backend(backend, like)
         self._keeps_logits = self.observation.keeps_logits
         # sdpa has no softcap. Older transformers drop it there without a word, and the text is what the module writes.
         self._softcap = self.config._attn_implementation != "sdpa"
@@ -166,8 +168,17 @@ class ModelAdapter:
         if self.model.training and has_dropout(self.model):
             raise RuntimeError(f"{type(self.model).__name__} is in training mode, with dropout: call model.eval()")
 
+    @property
+    def pads(self) -> bool:
+        """Whether exact passes are padded, and do not run in kernels that take any number of rows (see ``exactness.py``)."""
+        return self._invariant_backend is None
+
+    def invariant_products(self) -> AbstractContextManager[object]:
+        """Where exact passes are not padded, the products and means in which they run; else nothing."""
+        return nullcontext() if self.pads else RowInvariant(self._invariant_backend)
+
     def invariant_rows(self) -> InvariantRows:
-        """The row counts of exact passes; found on first use.
+        """The row counts of exact passes; found, or for the kernels tested, on first use.
 
         Raises:
             ExactnessError: there are none.
@@ -210,7 +221,8 @@ class ModelAdapter:
             block_table: int32 ``[B,max_pages]``, the requests' rows of the cache's table.
             context_lens: int32 ``[B]``, tokens already in the cache.
             query_lens: int32 ``[B]``, new tokens of each request, 0 to T; None: T.
-            rows: pad the rows of the matrix products to this many (see ``exactness.py``).
+            rows: an exact pass, by the way of this device: its products are padded to so many rows, or run in kernels for
+                which the number does not matter (see ``exactness.py``).
             last_only: logits of each request's last new token alone.
             packed: logits of the new tokens alone, those of a request behind those of the one before; not with
                 ``fixed_shapes``.
@@ -220,7 +232,10 @@ class ModelAdapter:
         """
         batch, count = tokens.shape
         ids, position, p = self._pack(tokens, cache, block_table, context_lens, query_lens)
-        if rows is not None and rows > p.rows:
+        products: AbstractContextManager[object] = nullcontext()
+        if rows is not None and not self.pads:
+            products = self.invariant_products()
+        elif rows is not None and rows > p.rows:
             ids = torch.nn.functional.pad(ids, (0, rows - p.rows))
             position = torch.nn.functional.pad(position, (0, rows - p.rows))
         keep: dict[str, Any] = {}
@@ -228,7 +243,7 @@ class ModelAdapter:
             ends = _last_rows(p)
             if self._keeps_logits:
                 keep = {"logits_to_keep": ends}
-        with model_lock(self.model), self._switched(), torch.inference_mode():
+        with model_lock(self.model), self._switched(), products, torch.inference_mode():
             logits = self.model(
                 input_ids=ids[None], position_ids=position[None], use_cache=False, specdec_pass=p, **keep
             ).logits[0]

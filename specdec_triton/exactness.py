@@ -1,9 +1,16 @@
-"""Row counts at which a row's logits do not depend on how many rows are scored with it.
+"""Passes in which a row's logits do not depend on how many rows are scored with it, nor on its place among them.
 
 Matrix libraries choose an algorithm by the number of rows, and algorithms round differently: a token scored alone and in
-a verify pass of K+1 can get other bits, which flips near-ties and with them the text. Instead of trusting a rule, this
-tests the machine it runs on with the model's own weights: a row count is *invariant* if its rows, at every place in the
-pass, equal those of one canonical count bit for bit. A pass is then padded to the next invariant count.
+a verify pass of K+1 can get other bits, which flips near-ties and with them the text. There are two ways out
+(:func:`kernels_backend` tells which one a device takes):
+
+* **Kernels**, where the ops run in Triton on a GPU: products and means are ours, and invariant by construction
+  (``row_invariant.py``, kernels/README.md). Passes stay as they are. On the meta device, where GPU passes are counted, too.
+* **Padding**, elsewhere: passes are padded to the next row count that is *invariant*, at which the machine's own products
+  give a row, at every place in the pass, the bits that it has in passes of one canonical count.
+
+Neither is trusted: the machine is tested with the model's own weights. Of padded passes every count is, when it is first asked for;
+of the kernels a few counts are at the start, and with them what does not run in kernels of ours (norms, quantized layers).
 
 In half precision a different order of additions shows in one output of some 5,000 only, and a short pass may well show
 none. So each kind of layer is tested by itself with many random rows, and then the whole model with a few tokens.
@@ -16,10 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specdec_triton._library import resolve_backend
+
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
 
 _CANONICAL = (8, 16, 4, 32)
+_KERNEL_COUNTS = (1, 2, 5, 17, 70)  # for which the kernels are tested; 70: more than one row tile
 _SEARCH = 16  # how many counts from the wanted one on are tried
 _STEPS = ((16, 1), (64, 4))  # up to so many rows: counts that are multiples of this
 _STEP = 16  # beyond: testing a count takes longer than a few rows do, so few counts are used
@@ -31,14 +41,22 @@ class ExactnessError(ValueError):
     """Bit-exact decoding cannot be had for this model on this machine."""
 
 
+def kernels_backend(backend: str | None, like: torch.Tensor) -> str | None:
+    """Of the ops in exact passes over tensors like this one; None: such passes are padded."""
+    if like.device.type == "cpu":
+        return None
+    chosen = resolve_backend(backend, "skinny_linear", like)
+    return chosen if chosen == "triton" or like.is_meta else None
+
+
 class InvariantRows:
-    """Finds invariant row counts, each tested when it is first asked for.
+    """The row counts of exact passes: with padding, each tested when it is first asked for.
 
     Args:
         adapter: the model.
 
     Raises:
-        ExactnessError: the model mixes rows (experts), or no canonical count is consistent with itself.
+        ExactnessError: the model mixes rows (experts), or the machine fails the first tests.
     """
 
     def __init__(self, adapter: ModelAdapter) -> None:
@@ -50,22 +68,31 @@ class InvariantRows:
         self._adapter = adapter
         self._known: dict[int, bool] = {}
         self._padded: dict[int, int] = {}
+        if adapter.device.type == "meta":  # nothing can be tested
+            return
         for count in _CANONICAL:
             self._tokens = (torch.arange(1, count + 1, device=adapter.device) * 104729) % adapter.vocab_size
-            self._probes = [*_layer_probes(adapter.model, count), _Probe(self._score, self._tokens, count)]
+            with adapter.invariant_products():
+                self._probes = [*_layer_probes(adapter.model, count), _Probe(self._score, self._tokens, count)]
             if self._is_invariant(count):
                 break
         else:
             raise ExactnessError("exact=True is not available: on this machine a row's logits depend on its place")
+        if not adapter.pads and not all(map(self._is_invariant, _KERNEL_COUNTS)):
+            raise ExactnessError(
+                "exact=True is not available: on this machine a row's logits depend on the number of rows"
+            )
         if not self._chain_agrees():
             raise ExactnessError("exact=True is not available: on this machine attention depends on the number of rows")
 
     def pad(self, rows: int) -> int:
-        """An invariant row count that holds ``rows`` rows; up to 16 the smallest, beyond a round number.
+        """An invariant row count that holds ``rows`` rows: with padding up to 16 the smallest, beyond a round number.
 
         Raises:
             ExactnessError: none within reach.
         """
+        if not self._adapter.pads:
+            return rows
         if rows not in self._padded:
             step = next((step for most, step in _STEPS if rows <= most), _STEP)
             first = -(-rows // step) * step
@@ -78,7 +105,8 @@ class InvariantRows:
 
     def _is_invariant(self, count: int) -> bool:
         if count not in self._known:
-            self._known[count] = all(probe.agrees(count) for probe in self._probes)
+            with self._adapter.invariant_products():
+                self._known[count] = all(probe.agrees(count) for probe in self._probes)
         return self._known[count]
 
     def _score(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -88,7 +116,7 @@ class InvariantRows:
         for slot in range(count):
             cache.reserve(slot, 1)
         context = torch.zeros(count, dtype=torch.int32, device=tokens.device)
-        return self._adapter.forward(tokens[:, None], cache, cache.block_table, context)[:, 0]
+        return self._adapter.forward(tokens[:, None], cache, cache.block_table, context, rows=count)[:, 0]
 
     def _chain_agrees(self) -> bool:
         """A chain scored in one pass and token by token."""
@@ -107,7 +135,7 @@ class InvariantRows:
 
 
 class ExactPasses:
-    """Pads the passes of one decoder, unless exactness is off or turns out not to be available.
+    """The exact passes of one decoder, unless exactness is off or turns out not to be available.
 
     Args:
         exact: True: or else raise; None: if it is available; False: not at all.
@@ -126,12 +154,12 @@ class ExactPasses:
         return self._exact is not False and (bool(self._exact) or depends)
 
     def pad(self, rows: int) -> int | None:
-        """The next row count whose bits do not depend on it; None where there is no exactness.
+        """The ``rows`` of an exact pass of so many (see ``ModelAdapter.forward``); None where there is no exactness.
 
         Raises:
             ExactnessError: there is none, and exactness was asked for.
         """
-        if self._exact is False or self._adapter.device.type == "meta":
+        if self._exact is False:
             return None
         try:
             return self._adapter.invariant_rows().pad(rows)

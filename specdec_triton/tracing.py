@@ -33,9 +33,11 @@ _FUSED = frozenset([aten.scaled_dot_product_attention, aten.rms_norm])
 _GATHERS = (aten.embedding, aten.index, aten.index_select, aten.gather, aten.take)
 _SCATTERS = (aten.index_put_, aten.index_copy_, aten.scatter_)
 _OVERWRITES = (aten.copy_, aten.fill_, aten.zero_, *_SCATTERS)
-# Kernels of a call with the fewest. Filters and the races of accept_reject need more; see _kernels.
+# Kernels of a call with the fewest. Filters and the races of accept_reject need more (see _kernels), and so does a product
+# with few outputs on a large chip.
 _KERNELS = {
-    "append_kv": 1, "compact_kv": 1, "ngram_propose": 1, "verify_attention": 2, "sample": 2, "accept_reject": 2,
+    "append_kv": 1, "compact_kv": 1, "ngram_propose": 1, "row_mean": 1, "skinny_linear": 1, "verify_attention": 2, "sample": 2,
+    "accept_reject": 2,
 }  # fmt: skip
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,16 @@ import pytest
 from specdec_triton._library import why_not_triton
 from specdec_triton.audit import traffic
 from specdec_triton.audit.disassembly import Code, parse_amdgcn, parse_sass
-from specdec_triton.audit.traffic import AttentionShape, accept_reject, attention, sample
+from specdec_triton.audit.traffic import (
+    AttentionShape,
+    LinearTiles,
+    accept_reject,
+    attention,
+    linear_flops,
+    row_mean,
+    sample,
+    skinny_linear,
+)
 from specdec_triton.cli import audit as command
 from specdec_triton.cli import main
 
@@ -98,6 +108,19 @@ def test_traffic_by_hand():
     assert attention(shape._replace(block_m=1)).moved > attention(shape).moved
     assert sample(2, 10, 2, filters=False) == (40, 40)
     assert sample(2, 33, 2, filters=True) == (132 + 2 * 2 * 2 * 4, 132)  # two groups
+
+
+def test_traffic_of_products_by_hand():
+    """3 rows of K = 10 in row tiles of 2, N = 5 in column tiles of 4, bf16."""
+    x, weight, out, bias = 3 * 10 * 2, 5 * 10 * 2, 3 * 5 * 2, 5 * 2
+    tiles = LinearTiles(block_m=2, block_n=4, splits=1)
+    floor = x + weight + out
+    assert skinny_linear(3, 5, 10, 2, tiles, bias=False) == (2 * x + 2 * weight + out, floor)
+    assert skinny_linear(3, 5, 10, 2, tiles, bias=True) == (2 * x + 2 * weight + out + 2 * bias, floor + bias)
+    split = skinny_linear(3, 5, 10, 2, tiles._replace(splits=3), bias=True)
+    assert split.moved == 2 * x + 2 * weight + out + 3 * bias + 2 * 3 * (3 * 5 * 4)
+    assert linear_flops(3, 5, 10) == 300
+    assert row_mean(3, 10, 2) == (66, 66)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +222,7 @@ def test_tensor_cores_are_not_asked_of_fp32_or_of_merging():
     for kernel, of, passes in (
         ("_verify_attention_kernel", case, False),
         ("_verify_attention_kernel", replace(case, tensor_cores=False), True),
+        ("_skinny_linear_kernel", case, False),
         ("_merge_splits_kernel", case, True),
     ):
         recorded = report.Recorded(chip, of, {kernel: [Binary(kernel, chip, None, {}, {}, {}, {}, "a")]})
@@ -223,6 +247,27 @@ class TestRecording:
                         "_verify_attention_kernel": 1,
                         "_merge_splits_kernel": 1,
                     }
+
+    def test_one_binary_for_all_rows(self):
+        """One row or thousands, whole products and split ones: what makes a row's bits its own."""
+        from specdec_triton.audit.matrix import cases
+        from specdec_triton.audit.report import record_case
+        from specdec_triton.kernels._config import CHIPS
+
+        names = (
+            "llama3-8b kv bf16",
+            "llama3-8b kv fp32",
+            "gpt2 qkv bf16 bias transposed",
+            "gpt2 head bf16",
+            "D = 576 bf16",
+        )
+        chosen = [case for case in cases() if case.op in ("skinny_linear", "row_mean") and case.name in names]
+        assert len(chosen) == len(names)
+        for chip, case in itertools.product((CHIPS["sm_90"], CHIPS["gfx942"]), chosen):
+            recorded = record_case(chip, case)
+            assert recorded.error is None
+            assert all(len(found) == 1 for found in recorded.kernels.values())
+            assert ("_add_splits_kernel" in recorded.kernels) is (" kv " in case.name)
 
     def test_one_binary_can_fail(self):
         """A head size is part of the model: launches with two of them are two binaries, and the audit says so."""

@@ -18,7 +18,9 @@ from specdec_triton.audit.traffic import Traffic
 from specdec_triton.kernels._config import CHIPS
 from specdec_triton.testing import unexplained
 
-OPS = ("verify_attention", "append_kv", "compact_kv", "accept_reject", "sample", "ngram_propose")
+OPS = (
+    "verify_attention", "append_kv", "compact_kv", "accept_reject", "sample", "ngram_propose", "skinny_linear", "row_mean"
+)  # fmt: skip
 ORIGIN = {
     "device",
     "threads",

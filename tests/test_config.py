@@ -17,6 +17,9 @@ from specdec_triton.kernels._config import (
     attention_shared_memory,
     chip_of,
     fp8_mode,
+    linear_config,
+    linear_shared_memory,
+    mean_config,
     nearest_chip,
     pretend,
 )
@@ -68,6 +71,47 @@ def test_split_schedule_is_the_models(chip):
         config = attention_config(dim, group, kv_heads, *[torch.bfloat16] * 2, chip)
         same = attention_config(dim, group, kv_heads, *[torch.bfloat16] * 2, INTERPRETER)
         assert (config.split_size, config.num_splits) == (same.split_size, same.num_splits)
+
+
+LAYERS = list(itertools.product((1, 192, 576, 1024, 4096, 14336, 50257, 262144), (1, 33, 576, 1024, 2560, 4096, 14336)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.arch)
+def test_linear_fits(chip, dtype):
+    """Two programs on NVIDIA's SMs; tiles that tensor cores take, on Hopper 64 rows; one row tile for all layers."""
+    for n, k in LAYERS:
+        config = linear_config(n, k, dtype, chip)
+        most = chip.shared_memory_per_sm / 2 if chip.backend == "cuda" else chip.shared_memory
+        assert linear_shared_memory(config, dtype, chip) < most
+        for block in (config.block_m, config.block_n, config.block_k):
+            assert power_of_two(block)
+            assert block >= 16
+        assert config.block_m == linear_config(64, 64, dtype, chip).block_m
+        assert 2 <= config.num_stages <= 4
+        if dtype != torch.float32 and chip.arch in ("sm_90", "sm_100"):
+            assert config.block_m == 64
+
+
+@pytest.mark.parametrize("chip", [*CHIPS.values(), INTERPRETER], ids=lambda chip: chip.arch)
+def test_splits_fill_a_chip(chip):
+    """K is cut where programs are fewer than half the SMs, into parts that are worth a launch; else not."""
+    for (n, k), dtype in itertools.product(LAYERS, DTYPES):
+        config = linear_config(n, k, dtype, chip)
+        tiles = -(-n // config.block_n)
+        assert 1 <= config.splits <= 16
+        assert config.splits == 1 or (
+            tiles * config.splits <= chip.num_sms and k * dtype.itemsize >= 2048 * config.splits
+        )
+        if tiles * 2 <= chip.num_sms and k * dtype.itemsize >= 4096:
+            assert config.splits > 1
+    assert [linear_config(n, 4096, torch.bfloat16, CHIPS["sm_90"]).splits for n in (1024, 4096, 14336)] == [4, 2, 1]
+
+
+def test_linear_depends_on_the_layer_and_the_chip_alone():
+    """A row's bits must not depend on M, so a configuration cannot know it."""
+    assert list(inspect.signature(linear_config).parameters) == ["n", "k", "dtype", "chip"]
+    assert list(inspect.signature(mean_config).parameters) == ["d", "chip"]
 
 
 def test_fp8_mode():

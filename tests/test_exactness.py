@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from functools import lru_cache
 from types import SimpleNamespace
 
@@ -116,6 +117,7 @@ class FakeAdapter:
     """A machine whose rounding follows a rule: ``error(count, row)`` is added to row ``row`` of a pass of ``count``."""
 
     device, vocab_size, model = torch.device("cpu"), 97, torch.nn.Module()
+    pads, invariant_products = True, nullcontext
     observation = SimpleNamespace(mixture=False)
 
     def __init__(self, error):
@@ -234,7 +236,7 @@ def test_warmup_tests_the_counts_of_a_round():
 def test_few_counts_are_tested(monkeypatch):
     """Beyond 16 rows only round counts: a batch whose rows change from round to round does not wait for a test each time."""
     rows = object.__new__(InvariantRows)
-    rows._padded = {}
+    rows._adapter, rows._padded = FakeAdapter(None), {}
     tested = []
     monkeypatch.setattr(InvariantRows, "_is_invariant", lambda self, count: tested.append(count) or count % 3 != 0)
     padded = [rows.pad(n) for n in range(1, 257)]

@@ -27,6 +27,7 @@ import torch
 
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, ops
 from specdec_triton._library import why_not_triton
+from specdec_triton.adapter import ModelAdapter
 from specdec_triton.engine.graphs import StepGraphs, graphs_for
 from specdec_triton.ops import METHODS, SamplingBatch
 from specdec_triton.testing import (
@@ -395,6 +396,57 @@ for _vocab, _capacity, _rows in ((2, 40, 30), (40, 300, 64), (1000, 4000, 8), (4
     CHECKS[f"ngram-{_vocab}-{_capacity}"] = lambda a=(_vocab, _capacity, _rows): check_ngram(*a)
 
 
+# Products and means.
+
+# M, N, K, bias, whether the weight lies transposed
+LINEAR = {
+    "odd": (5, 97, 33, True, False),
+    "conv1d": (8, 2304, 768, True, True),
+    "splits": (40, 1024, 4096, False, False),
+    "wide": (3, 50257, 768, False, False),
+    "rows": (700, 1536, 576, True, False),
+}
+
+
+def layer(rows: int, n: int, k: int, has_bias: bool, transposed: bool, dtype: torch.dtype) -> tuple:
+    x, weight, bias = (on_gpu(torch.randn(shape).to(dtype)) for shape in ((rows, k), (n, k), (n,)))
+    return x, weight.t().contiguous().t() if transposed else weight, bias if has_bias else None
+
+
+def check_linear(shape: tuple, dtype: torch.dtype) -> None:
+    """At most twice as far from fp64 as PyTorch on the CPU; each row's bits are those of the row alone, wherever it was."""
+    x, weight, bias = layer(*shape, dtype)
+    out = call(ops.skinny_linear, x, weight, bias)
+    plain, truth = (
+        torch.nn.functional.linear(*(None if t is None else t.cpu().to(wide) for t in (x, weight, bias)))
+        for wide in (dtype, torch.float64)
+    )
+    allowed = 2 * float((plain.double() - truth).abs().max())
+    assert float((out.cpu().double() - truth).abs().max()) <= allowed
+    for first, last in ((0, 1), (len(x) - 1, len(x)), (1, 3), (0, len(x) // 2 + 1)):
+        assert torch.equal(call(ops.skinny_linear, x[first:last], weight, bias), out[first:last]), (first, last)
+    for copies in (8, 70):
+        many = call(ops.skinny_linear, x.repeat(copies, 1).flip(0), weight, bias)
+        assert torch.equal(many[-len(x) :].flip(0), out), copies
+
+
+def check_mean(width: int, dtype: torch.dtype) -> None:
+    x = on_gpu((torch.randn(200, width) + 0.5).to(dtype))
+    out = call(ops.row_mean, x)
+    truth = x.cpu().double().mean(1)
+    allowed = max(2 * float((x.cpu().mean(1).double() - truth).abs().max()), 1e-6 if dtype == torch.float32 else 0.0)
+    assert float((out.cpu().double() - truth).abs().max()) <= allowed
+    for first, last in ((0, 1), (199, 200), (7, 12)):
+        assert torch.equal(call(ops.row_mean, x[first:last]), out[first:last])
+
+
+for _dtype, _type in DTYPES.items():
+    for _name, _shape in LINEAR.items():
+        CHECKS[f"linear-{_dtype}-{_name}"] = lambda a=(_shape, _type): check_linear(*a)
+    for _width in (5, 128, 576, 5000):
+        CHECKS[f"mean-{_dtype}-{_width}"] = lambda a=(_width, _type): check_mean(*a)
+
+
 # The whole.
 
 
@@ -447,14 +499,32 @@ def check_text(kind: str, **params: object) -> None:
 
 
 def check_exact() -> None:
-    """Bit-exact decoding on this chip: available, or refused with a reason that is printed."""
-    from specdec_triton.exactness import ExactnessError
+    """Bit-exact decoding is to be had on every chip."""
+    assert texts("llama", device, True, {"temperature": 0}) == texts(
+        "llama", torch.device("cpu"), True, {"temperature": 0}
+    )
 
-    try:
-        got = texts("llama", device, True, {"temperature": 0})
-    except ExactnessError as error:
-        raise SkipTest(f"exact=True was refused here: {error}") from error
-    assert got == texts("llama", torch.device("cpu"), True, {"temperature": 0})
+
+def check_exact_passes(kind: str, dtype: torch.dtype) -> None:
+    """A position's logits have the same bits token by token, in pieces, and beside other texts."""
+    adapter = ModelAdapter(toy_model(kind, dtype=dtype).to(device), backend="triton")
+    invariant = adapter.invariant_rows()
+    text = ((torch.arange(17) * 31 + 5) % adapter.vocab_size).to(device)
+    cache = adapter.new_cache(slots=5, page_size=16, num_pages=10)
+    for slot in range(5):
+        cache.reserve(slot, 17)
+
+    def score(tokens: torch.Tensor, start: int) -> torch.Tensor:
+        context = torch.full((len(tokens),), start, dtype=torch.int32, device=device)
+        rows = invariant.pad(tokens.numel())
+        return adapter.forward(tokens, cache, cache.block_table[: len(tokens)], context, rows=rows)
+
+    whole = score(text[None], 0)[0].clone()
+    for count in (1, 5, 8):
+        parts = [score(text[None, start : start + count], start)[0] for start in range(0, 17, count)]
+        assert torch.equal(torch.cat(parts), whole), count
+    others = torch.stack([text.roll(i) for i in range(1, 5)] + [text])
+    assert torch.equal(score(others, 0)[-1], whole)
 
 
 DRAFTERS = {
@@ -568,6 +638,9 @@ CHECKS["text-llama-greedy"] = lambda: check_text("llama", temperature=0)
 CHECKS["text-llama-coupled"] = lambda: check_text("llama", seed=3, top_k=20)
 CHECKS["text-gemma2-greedy"] = lambda: check_text("gemma2", temperature=0)
 CHECKS["text-exact"] = check_exact
+for _kind in ("llama", "gemma3_text", "qwen2"):
+    for _dtype in ("fp32", "bf16"):
+        CHECKS[f"exact-{_kind}-{_dtype}"] = lambda a=(_kind, _dtype): check_exact_passes(a[0], DTYPES[a[1]])
 
 
 # With pytest, and without.

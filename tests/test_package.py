@@ -16,7 +16,9 @@ import specdec_triton
 from specdec_triton import SamplingParams, _library, ops
 from specdec_triton.testing import batch_of, paged_case
 
-OPS = ["append_kv", "compact_kv", "verify_attention", "accept_reject", "sample", "ngram_propose"]
+OPS = [
+    "append_kv", "compact_kv", "verify_attention", "accept_reject", "sample", "ngram_propose", "skinny_linear", "row_mean"
+]  # fmt: skip
 
 
 def python(code, **env):
@@ -90,7 +92,8 @@ except RuntimeError as error:
 
 
 @pytest.mark.parametrize(
-    ("name", "at_least"), [("ops.paged", 6), ("ops.sampling", 4), ("ops.drafting", 1), ("sampling", 1)]
+    ("name", "at_least"),
+    [("ops.paged", 6), ("ops.sampling", 4), ("ops.drafting", 1), ("ops.linear", 2), ("sampling", 1)],
 )
 def test_examples_in_docstrings(name, at_least):
     results = doctest.testmod(importlib.import_module(f"specdec_triton.{name}"))
@@ -115,6 +118,8 @@ def calls():
         ),
         "sample": lambda **b: ops.sample(logits[:, 0], params=params, **b),
         "ngram_propose": lambda **b: ops.ngram_propose(torch.tensor([[1, 1]]), torch.tensor([2]), 2, **b),
+        "skinny_linear": lambda **b: ops.skinny_linear(logits[0], logits[0], **b),
+        "row_mean": lambda **b: ops.row_mean(logits[0], **b),
     }
 
 

@@ -146,6 +146,8 @@ def own_ops(to):
         "compact_kv": (lambda backend: ops.compact_kv(k_cache, v_cache, table, context, path, backend=backend), 1),
         "verify_attention": (lambda backend: ops.verify_attention(*paged, backend=backend), 2),
         "ngram_propose": (lambda backend: ops.ngram_propose(texts, lens, 3, backend=backend), 1),
+        "skinny_linear": (lambda backend: ops.skinny_linear(logits[0], logits[1], backend=backend), 1),
+        "row_mean": (lambda backend: ops.row_mean(logits[0], backend=backend), 1),
         "sample": (lambda backend: ops.sample(logits[:, 0], params=plain, backend=backend), 2),
         "sample-filtered": (lambda backend: ops.sample(logits[:, 0], params=filtered, backend=backend), 4),
     }

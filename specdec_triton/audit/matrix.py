@@ -77,6 +77,23 @@ MODELS = {
     "head-192": Model(16, 4, 192),
 }
 
+# Linear layers: outputs N and inputs K.
+LAYERS = {
+    "llama3-8b": {
+        "q": (4096, 4096), "kv": (1024, 4096), "gate": (14336, 4096), "down": (4096, 14336), "head": (128256, 4096),
+    },
+    "qwen3-0.6b": {
+        "q": (2048, 1024), "kv": (1024, 1024), "o": (1024, 2048), "gate": (3072, 1024), "down": (1024, 3072),
+        "head": (151936, 1024),
+    },
+    "gemma3-4b": {
+        "q": (2048, 2560), "kv": (1024, 2560), "o": (2560, 2048), "gate": (10240, 2560), "down": (2560, 10240),
+        "head": (262144, 2560),
+    },
+    "smollm2-135m": {"q": (576, 576), "kv": (192, 576), "gate": (1536, 576), "down": (576, 1536), "head": (49152, 576)},
+    "gpt2": {"qkv": (2304, 768), "head": (50257, 768)},
+}  # fmt: skip
+
 # The first size is the one whose traffic is shown: 8 requests, K = 4, 4096 tokens of context.
 _CHAIN = (
     Size(8, 5, 4096),
@@ -99,11 +116,13 @@ _ROWS = (
 _DRAFTS_OF_8 = (Size(8, 9, 0, 128256), Size(1, 16, 0, 151936), Size(3, 12, 0, 49152))
 _DRAFTS_OF_16 = (Size(8, 17, 0, 128256), Size(1, 32, 0, 151936), Size(3, 25, 0, 49152))
 _LONG_DRAFTS = (Size(8, 33, 0, 128256), Size(1, 64, 0, 151936), Size(3, 40, 0, 49152))
+# Rows of a product are B * T.
+_PASSES = (Size(8, 5, 0), Size(1, 1, 0), Size(1, 5, 0), Size(1, 8, 0), Size(3, 1, 0), Size(64, 8, 0), Size(4, 600, 0))
 _ODD_VOCAB = (Size(8, 5, 0, 50257), Size(1, 2, 0, 32003), Size(64, 8, 0, 99999))
 
 
 def cases() -> list[Case]:
-    return [*_attention_cases(), *_append_cases(), *_row_cases(), *_other_cases()]
+    return [*_attention_cases(), *_append_cases(), *_row_cases(), *_linear_cases(), *_other_cases()]
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -314,6 +333,51 @@ def _accept(
     short = name in ("K <= 7", "K <= 7, draft", "K <= 7, filters")
     quick = short and method in ("coupled", "rejection") and dtype == torch.bfloat16
     return Case("accept_reject", f"{method} {_short(dtype)} {name}", call, moved, sizes, quick=quick)
+
+
+def _linear_cases() -> list[Case]:
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    return [
+        *(_linear(model, layer, bf16) for model in LAYERS for layer in LAYERS[model] if model != "gpt2"),
+        *(_linear("llama3-8b", layer, dtype) for dtype in (fp16, fp32) for layer in ("kv", "gate", "down", "head")),
+        *(_linear("smollm2-135m", layer, dtype) for dtype in (fp16, fp32) for layer in LAYERS["smollm2-135m"]),
+        *(_linear("qwen3-0.6b", layer, bf16, has_bias=True) for layer in ("q", "o")),
+        *(_linear("gpt2", "qkv", dtype, has_bias=True, transposed=True) for dtype in (bf16, fp32)),
+        *(_linear("gpt2", "head", dtype) for dtype in (bf16, fp16, fp32)),
+        *(_mean(width, bf16) for width in (128, 576, 4096)),
+        *(_mean(width, fp32) for width in (128, 576, 4096, 14336)),
+    ]
+
+
+def _linear(model: str, layer: str, dtype: torch.dtype, *, has_bias: bool = False, transposed: bool = False) -> Case:
+    n, k = LAYERS[model][layer]
+
+    def call(size: Size) -> None:
+        x = _meta(size.batch * size.steps, k, dtype=dtype)
+        weight = _meta(k, n, dtype=dtype).t() if transposed else _meta(n, k, dtype=dtype)
+        ops.skinny_linear(x, weight, _meta(n, dtype=dtype) if has_bias else None, backend="triton")
+
+    def moved(chip: Chip) -> Traffic:
+        from specdec_triton.kernels._config import linear_config
+
+        config = linear_config(n, k, dtype, chip)
+        tiles = traffic.LinearTiles(config.block_m, config.block_n, config.splits)
+        return traffic.skinny_linear(_PASSES[0].batch * _PASSES[0].steps, n, k, dtype.itemsize, tiles, bias=has_bias)
+
+    kind = _short(dtype) + (" bias" if has_bias else "") + (" transposed" if transposed else "")
+    quick = model == "llama3-8b" and layer in ("kv", "gate") and dtype == torch.bfloat16
+    return Case("skinny_linear", f"{model} {layer} {kind}", call, moved, _PASSES, dtype != torch.float32, quick)
+
+
+def _mean(width: int, dtype: torch.dtype) -> Case:
+    def call(size: Size) -> None:
+        ops.row_mean(_meta(size.batch * size.steps, width, dtype=dtype), backend="triton")
+
+    def moved(chip: Chip) -> Traffic:
+        return traffic.row_mean(_PASSES[0].batch * _PASSES[0].steps, width, dtype.itemsize)
+
+    quick = width == 4096 and dtype == torch.float32
+    return Case("row_mean", f"D = {width} {_short(dtype)}", call, moved, _PASSES, quick=quick)
 
 
 def _other_cases() -> list[Case]:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from specdec_triton.kernels._config import Chip
 
 
+_PRODUCTS = ("_verify_attention_kernel", "_skinny_linear_kernel")  # of matrices
+
+
 @dataclass
 class Row:
     """A kernel in one configuration on one chip; ``problems`` is empty where it passed. Traffic is that of the whole call."""
@@ -110,7 +113,7 @@ def _row(chip: Chip, case: Case, kernel: str, compiled: Sequence[Compiled], move
         row.tensor_core, row.loads, row.wide_loads = code.tensor_core, code.loads, code.wide_loads
         row.shared_bytes, row.num_warps = first.shared, first.num_warps
         row.occupancy = occupancy(chip, code.registers, first.shared, first.num_warps)
-    row.problems = problems_of(row, compiled, needs_tensor_cores="attention" in kernel and case.tensor_cores)
+    row.problems = problems_of(row, compiled, needs_tensor_cores=kernel in _PRODUCTS and case.tensor_cores)
     return row
 
 

@@ -113,6 +113,37 @@ def _maxima(batch: int, vocab: int, filters: bool) -> int:
     return 2 * batch * -(-vocab // GROUP) * FP32 if filters else 0
 
 
+class LinearTiles(NamedTuple):
+    """Of ``skinny_linear``: rows and columns of a tile, and parts of K."""
+
+    block_m: int
+    block_n: int
+    splits: int
+
+
+def skinny_linear(rows: int, n: int, k: int, itemsize: int, tiles: LinearTiles, *, bias: bool) -> Traffic:
+    """The weight once for each row tile, the rows once for each column tile; with splits their fp32 sums, written and read."""
+    x, weight, out = rows * k * itemsize, n * k * itemsize, rows * n * itemsize
+    row_tiles, column_tiles = -(-rows // tiles.block_m), -(-n // tiles.block_n)
+    whole = tiles.splits == 1
+    partial = 0 if whole else 2 * tiles.splits * rows * n * FP32
+    biases = n * itemsize if bias else 0
+    return Traffic(
+        moved=row_tiles * weight + column_tiles * x + partial + (row_tiles if whole else rows) * biases + out,
+        floor=x + weight + biases + out,
+    )
+
+
+def linear_flops(rows: int, n: int, k: int) -> int:
+    """Multiplications and additions."""
+    return 2 * rows * n * k
+
+
+def row_mean(rows: int, width: int, itemsize: int) -> Traffic:
+    """Every element once, and the means: the floor."""
+    return Traffic(*[rows * (width + 1) * itemsize] * 2)
+
+
 def ngram_propose(batch: int, length: int) -> Traffic:
     """The text once: only tokens that equal the tail's last one are compared with what comes before it, and those are
     few."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from specdec_triton._library import resolve_backend as resolve_backend
 from specdec_triton.logit_rules import LogitRules
 from specdec_triton.ops.drafting import ngram_propose
+from specdec_triton.ops.linear import row_mean, skinny_linear
 from specdec_triton.ops.paged import append_kv, compact_kv, verify_attention
 from specdec_triton.ops.rules import apply_logit_rules
 from specdec_triton.ops.sampling import BY_PROBABILITY, METHODS, PATHLESS, AcceptResult, accept_reject, sample
@@ -30,6 +31,8 @@ __all__ = [
     "apply_logit_rules",
     "compact_kv",
     "ngram_propose",
+    "row_mean",
     "sample",
+    "skinny_linear",
     "verify_attention",
 ]
