@@ -139,7 +139,7 @@ class SamplingParams:
             ("no_repeat_ngram_size", _integer(self.no_repeat_ngram_size, 0), "an integer >= 0 (0: off)"),
             (
                 "grammar",
-                self.grammar is None or (callable(self.grammar) and not hasattr(self.grammar, "accept_token")),
+                self.grammar is None or _makes_matchers(self.grammar),
                 "None or a callable that makes a new matcher for each request, such as lambda: GrammarMatcher(compiled)",
             ),
             (
@@ -207,6 +207,11 @@ class SamplingParams:
 def _require(holds: bool, params: SamplingParams, name: str, allowed: str) -> None:
     if not holds:
         raise ValueError(f"SamplingParams.{name} must be {allowed}, got {getattr(params, name)!r}")
+
+
+def _makes_matchers(grammar: Any) -> bool:
+    """A matcher is sometimes given in place of what makes one; requests would share its state."""
+    return callable(grammar) and (isinstance(grammar, type) or not hasattr(grammar, "accept_token"))
 
 
 def _integer(value: Any, low: int, high: int | None = None) -> bool:

@@ -8,12 +8,13 @@ from functools import lru_cache
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from specdec_triton import DraftModel, PromptLookup, SamplingParams, SpeculativeDecoder
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Round, SessionOptions
 from specdec_triton.sampling import SamplingBatch
-from specdec_triton.testing import always_right, always_wrong, plain_greedy, toy_model
+from specdec_triton.testing import TOY_VOCAB, always_right, always_wrong, plain_greedy, toy_model
 
 PROMPT = [3, 5, 7, 3, 5, 7, 3, 5, 7, 11, 3]
 NEW = 24
@@ -85,6 +86,7 @@ DECODER = {
         output(drafter=always_wrong([PROMPT + plain()]), adaptive=True).stats.drafted
         < output(drafter=always_wrong([PROMPT + plain()]), adaptive=False).stats.drafted
     ),
+    "tokenizer": lambda: needs_tokenizer() and REQUEST["stop_strings"](),
 }
 REQUEST = {
     "temperature": lambda: drawn(temperature=0) == plain() != drawn(temperature=5.0),
@@ -99,7 +101,66 @@ REQUEST = {
     "num_draft_tokens": lambda: output({"num_draft_tokens": 0}).stats.drafted == 0,
     "ignore_eos": lambda: (stopping(False), stopping(True)) == ("stop", "length"),
     "logits_processors": lambda: set(output({"logits_processors": [only_nine]}).token_ids) == {9},
+    "typical_p": lambda: drawn(typical_p=0.01) != drawn(),
+    "min_new_tokens": lambda: (
+        len(output({"stop_token_ids": plain()[:1]}).token_ids) == 1
+        and len(output({"stop_token_ids": plain()[:1], "min_new_tokens": 7}).token_ids) >= 7
+    ),
+    "stop_strings": lambda: (
+        output({"stop_strings": letters(plain()[2:4])}, tokenizer=tokenizer()).token_ids == plain()[:4]
+    ),
+    "repetition_penalty": lambda: output({"repetition_penalty": 9.0}).token_ids != plain(),
+    "presence_penalty": lambda: len(set(output({"presence_penalty": 99.0}).token_ids)) == NEW,
+    "frequency_penalty": lambda: len(set(output({"frequency_penalty": 99.0}).token_ids)) == NEW,
+    "logit_bias": lambda: set(output({"logit_bias": {9: 99.0}}).token_ids) == {9},
+    "allowed_token_ids": lambda: set(output({"allowed_token_ids": [9]}).token_ids) == {9},
+    "banned_token_ids": lambda: plain()[0] not in output({"banned_token_ids": plain()[:1]}).token_ids,
+    "no_repeat_ngram_size": lambda: len(set(output({"no_repeat_ngram_size": 1}).token_ids)) == NEW,
+    "grammar": lambda: set(output({"grammar": OnlyNine}).token_ids) == {9},
+    "logprobs": lambda: (
+        output().logprobs is None
+        and [len(x.top) for x in output({"logprobs": 3, "max_new_tokens": 2}).logprobs] == [3, 3]
+    ),
 }
+
+
+@lru_cache
+def tokenizer():
+    """A character an id."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    core = Tokenizer(models.BPE(vocab={chr(i + 32): i for i in range(TOY_VOCAB)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False)
+
+
+def letters(ids):
+    return "".join(chr(i + 32) for i in ids)
+
+
+def needs_tokenizer():
+    with pytest.raises(ValueError, match="needs the tokenizer"):
+        output({"stop_strings": "x"})
+    return True
+
+
+class OnlyNine:
+    """A grammar's matcher."""
+
+    def fill_next_token_bitmask(self, bitmask, index=0):
+        bitmask[index] = 0
+        bitmask[index, 0] = 1 << 9
+        return True
+
+    def accept_token(self, token_id):
+        return token_id == 9
+
+    def rollback(self, num_tokens):
+        pass
+
+    def is_terminated(self):
+        return False
 
 
 def only_nine(history, logits):
