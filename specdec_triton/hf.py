@@ -16,25 +16,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
     EosTokenCriteria,
     GenerationConfig,
-    LogitNormalization,
     LogitsProcessorList,
     MaxLengthCriteria,
-    MinPLogitsWarper,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     StopStringCriteria,
-    SynthIDTextWatermarkLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, logits_process
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from specdec_triton import ops
 from specdec_triton._checks import require
@@ -42,16 +31,11 @@ from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter
 from specdec_triton.engine import METHODS, SpeculativeDecoder
 from specdec_triton.engine.request import GenerationStats, RequestHandle
+from specdec_triton.hf_processors import ForRow, split_rules, split_sampling
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
 _MIN_SLOTS = 8
 _TARGETS: WeakKeyDictionary[Any, tuple[tuple, ModelAdapter]] = WeakKeyDictionary()  # by model; see _examined
-_WARPERS = {  # in the order in which both transformers and the decoder apply them
-    TemperatureLogitsWarper: "temperature",
-    TopKLogitsWarper: "top_k",
-    TopPLogitsWarper: "top_p",
-    MinPLogitsWarper: "min_p",
-}
 _OWN_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)  # work on any device
 
 # Options of a GenerationConfig that ask for another algorithm or another output, with the values that ask for nothing.
@@ -72,11 +56,6 @@ _REFUSED = {
     "output_attentions": (),
     "output_hidden_states": (),
 }
-_STATEFUL = {
-    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
-    SynthIDTextWatermarkLogitsProcessor: "watermarking_config",
-}
-_KNOW_ALL_ROWS = (EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramLogitsProcessor)
 _CACHES = ("cache", "past_key_values", "cache_params")
 _HARMLESS = {"use_cache", "logits_to_keep", "return_dict", "tokenizer", "output_attentions", "output_hidden_states"}
 
@@ -179,7 +158,7 @@ class SpeculativeGenerate:
             raise ValueError("streamer was given to generate and to speculative(); give it to speculative() alone")
         _check_config(model, config)
         mask = _check_kwargs(input_ids, model_kwargs)
-        processors, sampling = _sampling(logits_processor or [], bool(config.do_sample))
+        processors, sampling = split_sampling(logits_processor or [], bool(config.do_sample))
         if config.do_sample and self._method == "greedy":
             raise ValueError("do_sample=True contradicts speculative(method='greedy')")
         criteria = StoppingCriteriaList([*(stopping_criteria or []), *self._stop_strings])
@@ -291,9 +270,14 @@ class _Batch:
         ends = [c.eos_token_id.tolist() for c in self._criteria if type(c) is EosTokenCriteria]
         stop_ids = {int(token) for tokens in ends for token in tokens if token >= 0}
         for row, prompt in enumerate(self._prompts):
-            shown = [_ForRow(processors, self._input_ids, row, len(prompt))] if processors else []
+            rest: Sequence[Any] = processors
+            rules: dict[str, Any] = {}
+            if len(prompt) == self._input_ids.shape[1]:  # plain decoding takes padding for text
+                rest, rules = split_rules(processors, len(prompt), stop_ids, budget)
+            shown = [ForRow(rest, self._input_ids, row, len(prompt))] if rest else []
             params = SamplingParams(
                 **sampling,
+                **rules,
                 max_new_tokens=budget,
                 stop_token_ids=sorted(stop_ids),
                 ignore_eos=True,
@@ -330,75 +314,6 @@ class _Batch:
                 raise RuntimeError(f"decoding ended early: {handle.output.error or handle.output.finish_reason}")
             self._decoder.step()
         return handle.token_ids[t]
-
-
-class _ForRow:
-    """Shows the batch's processors one row as plain decoding would: behind its padding, on the inputs' device.
-
-    Args:
-        input_ids: ``[B,L]``, padded. row: which of them. length: of its prompt without padding.
-    """
-
-    def __init__(self, processors: Sequence[Any], input_ids: torch.Tensor, row: int, length: int) -> None:
-        self._processors = [_of_row(processor, row) for processor in processors]
-        self._prompt = input_ids[row]
-        self._length = length
-        self._row = row
-        self._rows = len(input_ids)
-
-    def __call__(self, history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """history ``[1,length+t]``, scores ``[1,V]`` -> ``[1,V]``."""
-        device = self._prompt.device
-        ids = torch.cat([self._prompt, history[0, self._length :].to(device)])[None]
-        out = scores.to(device)
-        for processor in self._processors:
-            if self._rows == 1 or _is_row_wise(processor):
-                out = processor(ids, out)
-            else:  # it may keep something for each row of the batch, by number
-                repeated = processor(ids.repeat(self._rows, 1), out.repeat(self._rows, 1))
-                out = repeated[self._row : self._row + 1]
-        return out.to(scores.device)
-
-
-def _of_row(processor: Any, row: int) -> Any:
-    """A processor that knows the batch's rows by number, for one row."""
-    if type(processor) is PrefixConstrainedLogitsProcessor:
-        allowed, prompt = processor._prefix_allowed_tokens_fn, row // processor._num_beams
-        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
-    if type(processor) is RepetitionPenaltyLogitsProcessor:
-        ignored = getattr(processor, "prompt_ignore_length", None)
-        if isinstance(ignored, torch.Tensor):
-            return RepetitionPenaltyLogitsProcessor(processor.penalty, int(ignored[row]))
-    return processor
-
-
-def _is_row_wise(processor: Any) -> bool:
-    """Whether a processor treats a row alone as it does within a batch."""
-    return type(processor).__module__ == logits_process.__name__ and not isinstance(processor, _KNOW_ALL_ROWS)
-
-
-def _sampling(logits_processor: Sequence[Any], do_sample: bool) -> tuple[list[Any], dict[str, Any]]:
-    """Split what changes the scores into processors and the decoder's own sampling parameters."""
-    for processor in logits_processor:
-        if type(processor) in _STATEFUL:
-            raise ValueError(f"{_STATEFUL[type(processor)]} cannot be honoured: its processor keeps state")
-    rest = list(logits_processor)
-    if rest and type(rest[-1]) is LogitNormalization:  # changes no distribution
-        rest.pop()
-    if not do_sample:
-        return rest, {"temperature": 0.0}
-    sampling: dict[str, Any] = {}
-    allowed = list(_WARPERS)
-    while rest and type(rest[-1]) in allowed and _is_default(rest[-1]):
-        warper = rest.pop()
-        name = _WARPERS[type(warper)]
-        sampling[name] = getattr(warper, name)
-        allowed = allowed[: allowed.index(type(warper))]
-    return rest, sampling
-
-
-def _is_default(warper: Any) -> bool:
-    return getattr(warper, "filter_value", -torch.inf) == -torch.inf and getattr(warper, "min_tokens_to_keep", 1) == 1
 
 
 def _check_config(model: Any, config: GenerationConfig) -> None:

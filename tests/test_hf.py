@@ -14,13 +14,19 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    EpsilonLogitsWarper,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
     PreTrainedTokenizerFast,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkingConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -35,6 +41,7 @@ from transformers import (
 from transformers.generation import BaseStreamer
 
 from specdec_triton import DraftModel, NoDraft, PromptLookup, hf, speculative
+from specdec_triton.hf_processors import split_rules, split_sampling
 from specdec_triton.testing import (
     TOY_VOCAB,
     ScriptedDrafter,
@@ -509,7 +516,8 @@ WARPERS = {
     "other-order": ([TopPLogitsWarper(0.8), TemperatureLogitsWarper(0.5)], 1, {"temperature": 0.5}),
     "keeps-several": ([TopPLogitsWarper(0.8, min_tokens_to_keep=2)], 1, {}),
     "other-filter": ([TopKLogitsWarper(4, filter_value=-100.0)], 1, {}),
-    "not-last": ([TemperatureLogitsWarper(0.5), TypicalLogitsWarper(0.5)], 2, {}),
+    "typical": ([TemperatureLogitsWarper(0.5), TypicalLogitsWarper(0.5)], 0, {"temperature": 0.5, "typical_p": 0.5}),
+    "not-last": ([TemperatureLogitsWarper(0.5), EpsilonLogitsWarper(0.1)], 2, {}),
     "subclass": ([type("Mine", (TopKLogitsWarper,), {})(4)], 1, {}),
     "none": ([], 0, {}),
 }
@@ -517,8 +525,37 @@ WARPERS = {
 
 @pytest.mark.parametrize(("processors", "left", "params"), WARPERS.values(), ids=WARPERS)
 def test_warpers_are_applied_once(processors, left, params):
-    assert hf._sampling(processors, True) == (processors[:left], params)
-    assert hf._sampling(processors, False) == (processors, {"temperature": 0.0})
+    assert split_sampling(processors, True) == (processors[:left], params)
+    assert split_sampling(processors, False) == (processors, {"temperature": 0.0})
+
+
+STOPS = {7, 9}
+AS_RULES = {
+    "repetition": ([RepetitionPenaltyLogitsProcessor(1.5)], 0, {"repetition_penalty": 1.5}),
+    "part-of-the-prompt": ([RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=2)], 1, {}),
+    "ngrams": ([NoRepeatNGramLogitsProcessor(3)], 0, {"no_repeat_ngram_size": 3}),
+    "suppressed": ([SuppressTokensLogitsProcessor([4, 5])], 0, {"banned_token_ids": [4, 5]}),
+    "min-new": ([MinNewTokensLengthLogitsProcessor(6, 4, [9, 7])], 0, {"min_new_tokens": 4}),
+    "min-length": ([MinLengthLogitsProcessor(8, [9, 7])], 0, {"min_new_tokens": 2}),
+    "min-length-reached": ([MinLengthLogitsProcessor(3, [9, 7])], 0, {"min_new_tokens": 0}),
+    "min-beyond-the-end": ([MinNewTokensLengthLogitsProcessor(6, 99, [9, 7])], 0, {"min_new_tokens": 20}),
+    "min-of-another-prompt": ([MinNewTokensLengthLogitsProcessor(5, 4, [9, 7])], 1, {}),
+    "min-of-other-stops": ([MinNewTokensLengthLogitsProcessor(6, 4, [9])], 1, {}),
+    "several": (
+        [RepetitionPenaltyLogitsProcessor(1.5), NoRepeatNGramLogitsProcessor(3), SuppressTokensLogitsProcessor([4])],
+        0,
+        {"repetition_penalty": 1.5, "no_repeat_ngram_size": 3, "banned_token_ids": [4]},
+    ),
+    "twice": ([NoRepeatNGramLogitsProcessor(3), NoRepeatNGramLogitsProcessor(2)], 1, {"no_repeat_ngram_size": 3}),
+    "behind-others": ([WholeHistory(), NoRepeatNGramLogitsProcessor(2)], 2, {}),
+    "subclass": ([type("Mine", (NoRepeatNGramLogitsProcessor,), {})(2)], 1, {}),
+}
+
+
+@pytest.mark.parametrize(("processors", "left", "rules"), AS_RULES.values(), ids=AS_RULES)
+def test_processors_that_are_rules(processors, left, rules):
+    """Those at the front, with a prompt of six tokens and twenty new ones at most."""
+    assert split_rules(processors, 6, STOPS, 20) == (processors[len(processors) - left :], rules)
 
 
 # What cannot be honoured.
