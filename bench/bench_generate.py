@@ -2,7 +2,6 @@
 
     python -m bench.bench_generate                          # SmolLM2 in bf16, 42 prompts, 128 new tokens
     python -m bench.bench_generate --per-task 2 --max-new-tokens 64
-    python -m bench.bench_generate --check-k 8 --dtype float32   # ids of every K against plain, no timing
     python -m bench.bench_generate --memory                 # peak memory of each provider, in a process of its own
 
 Providers: transformers plain; transformers prompt lookup (``--lookup`` drafts a round); ours plain (NoDraft); ours
@@ -122,22 +121,6 @@ def timed(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def check_k(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ids of n-gram decoding at K = 1..check_k against plain, on every prompt."""
-    tokenizer = load_tokenizer(args.model)
-    model = optimize(load_model(args.model, dtype=getattr(torch, args.dtype)))
-    decoders = {k: Ours(SpeculativeDecoder(model, PromptLookup(), num_draft_tokens=k)) for k in range(args.check_k + 1)}
-    rows = []
-    for prompt in tqdm(prompts(args.tasks, args.per_task), file=sys.stderr, unit="prompt"):
-        ids = encode(tokenizer, prompt["prompt"])
-        plain = decoders[0](ids, args.max_new_tokens)["token_ids"]
-        for k in range(1, args.check_k + 1):
-            same = decoders[k](ids, args.max_new_tokens)["token_ids"] == plain
-            rows.append({"id": prompt["id"], "task": prompt["task"], "k": k, "identical": same})
-    origin = provenance() | {"bench": "identical", "model": args.model, "dtype": args.dtype}
-    return [origin | {"max_new_tokens": args.max_new_tokens} | row for row in rows]
-
-
 def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Peak resident memory of one generation, each provider in its own process."""
     rows = []
@@ -236,7 +219,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-k", type=int, default=8, help="most drafts a round (ours)")
     parser.add_argument("--lookup", type=int, default=5, help="drafts a round of transformers' prompt lookup")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--check-k", type=int, metavar="K")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--peak-of", choices=PROVIDERS, help=argparse.SUPPRESS)
     parser.add_argument("--table", type=Path, help="print the table of an existing file and stop")
@@ -253,12 +235,10 @@ def main(argv: list[str] | None = None) -> None:
             write_table(args.readme, read_rows(args.table))
     elif args.peak_of:
         peak_of(args.peak_of, args)
-    elif args.memory or args.check_k:
-        rows = memory(args) if args.memory else check_k(args)
-        for row in rows if args.memory else ():
+    elif args.memory:
+        rows = memory(args)
+        for row in rows:
             print(f"{row['provider']:24} {row['peak_mib']} MiB")
-        if args.check_k:
-            print(f"identical: {sum(row['identical'] for row in rows)} of {len(rows)}")
         if args.out:
             write_rows(args.out, rows)
     else:

@@ -1,0 +1,190 @@
+"""How many drafts does each method accept? Of the real pair: in expectation, and counted while decoding.
+
+    python -m bench.bench_acceptance --out bench/results/acceptance.jsonl
+
+The draft models are the target without some of its layers (bench_lossless.py). Expected values are means over places of written
+texts, of sums over the whole vocabulary: of the first draft sum min(p, q) for ``rejection``, and for ``coupled`` the probability that
+two Gumbel races with common noise have one winner; of a block of K drafts, drawn from the draft model, how many ``rejection`` and
+``block`` accept in expectation over their own noise, whose difference therefore has little noise of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.bench_generate import encode
+from bench.bench_lossless import LEFT_OUT, without_layers
+from bench.common import RESULTS, prompts, provenance, write_rows
+from specdec_triton import DraftModel, SamplingParams, SpeculativeDecoder, optimize
+from specdec_triton.models import load_model, load_tokenizer
+
+PAIRS = (LEFT_OUT[:2], LEFT_OUT, (*LEFT_OUT, 9, 15, 17, 25))
+
+
+def acceptance(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each draft model and temperature."""
+    tokenizer = load_tokenizer(args.model)
+    texts = [encode(tokenizer, prompt["prompt"]) for prompt in prompts(args.tasks, args.per_task)]
+    rows = []
+    for left_out, temperature in itertools.product(PAIRS, args.temperatures):
+        target = load_model(args.model, dtype=torch.float32)
+        fast = optimize(load_model(args.model, dtype=torch.float32))
+        short = optimize(without_layers(load_model(args.model, dtype=torch.float32), left_out))
+        params = SamplingParams(temperature=temperature, max_new_tokens=args.max_new_tokens)
+        row: dict[str, Any] = {
+            "layers": f"{len(short.model.layers)} of {len(fast.model.layers)}",
+            "temperature": temperature,
+        }
+        for method in ("coupled", "rejection", "block"):
+            torch.manual_seed(0)
+            each = [copy.copy(params) for _ in texts]
+            if method == "coupled":
+                each = [
+                    SamplingParams(temperature=temperature, seed=i, max_new_tokens=args.max_new_tokens)
+                    for i in range(len(texts))
+                ]
+            decoder = SpeculativeDecoder(
+                fast, DraftModel(short), num_draft_tokens=args.k, max_batch_size=8, method=method, adaptive=False
+            )
+            outputs = decoder.generate(texts, each)
+            stats = decoder.stats
+            rounds = stats.drafted_at[0]
+            row[method] = {
+                "accepted_per_round": stats.accepted / rounds,
+                "first_draft": stats.accepted_at[0] / rounds,
+                "rounds": rounds,
+            }
+            if method == "rejection":
+                written = [ids + out.token_ids for ids, out in zip(texts, outputs, strict=True)]
+        row |= _expected(target, without_layers(target, left_out), texts, written, temperature, args.k)
+        origin = provenance() | {"bench": "acceptance", "model": args.model, "dtype": "float32", "k": args.k}
+        rows.append(origin | row)
+        print(row, file=sys.stderr)
+        if args.out:
+            write_rows(args.out, rows)
+    return rows
+
+
+@torch.inference_mode()
+def _expected(
+    target: Any, draft: Any, begun: list[list[int]], texts: list[list[int]], temperature: float, k: int
+) -> dict[str, Any]:
+    """Means over places of the texts: of the first draft sum min(p, q) and the coupled probability; of blocks of k drafts drawn from the
+    draft model, the drafts that token-level and block verification accept in expectation over their own noise."""
+    generator = torch.Generator().manual_seed(0)
+    first: dict[str, list[float]] = {"rejection": [], "coupled": []}
+    blocks: dict[str, list[float]] = {"rejection": [], "block": []}
+    for prompt, text in zip(begun, texts, strict=True):
+        ids = torch.tensor([text])
+        p, q = (
+            torch.log_softmax(m(ids, use_cache=False).logits[0].float() / temperature, -1).exp()
+            for m in (target, draft)
+        )
+        for at in range(len(prompt) - 1, len(text) - 1, 4):
+            first["rejection"].append(float(torch.minimum(p[at], q[at]).sum()))
+            first["coupled"].append(coupled_acceptance(p[at], q[at]))
+        for at in range(len(prompt), len(text), 12):
+            start, drafts = text[:at], []
+            for _ in range(k):
+                row = draft(torch.tensor([[*start, *drafts]]), use_cache=False, logits_to_keep=1).logits[0, -1].float()
+                drafts.append(int(torch.multinomial((row / temperature).softmax(-1), 1, generator=generator)))
+            whole = torch.tensor([[*start, *drafts]])
+            block_p, block_q = (
+                (m(whole, use_cache=False, logits_to_keep=k + 1).logits[0].float() / temperature).softmax(-1)
+                for m in (target, draft)
+            )
+            blocks["rejection"].append(token_length(block_p, block_q, drafts))
+            blocks["block"].append(block_length(block_p, block_q, drafts))
+    mean = {name: sum(x) / len(x) for name, x in first.items()}
+    gain = torch.tensor(blocks["block"]) - torch.tensor(blocks["rejection"])
+    return {
+        "expected_first": mean,
+        "places": len(first["coupled"]),
+        "expected_per_round": {name: sum(x) / len(x) for name, x in blocks.items()},
+        "block_gain": float(gain.mean()),
+        "block_gain_error": float(gain.std() / len(gain) ** 0.5),
+        "blocks": len(gain),
+    }
+
+
+def coupled_acceptance(p: torch.Tensor, q: torch.Tensor) -> float:
+    """P(argmax(log p + g) = argmax(log q + g)) = sum over i of 1 / sum_j max(p_j / p_i, q_j / q_i), g standard Gumbel.
+
+    Token i wins both races iff E_i / p_i <= E_j / p_j and E_i / q_i <= E_j / q_j for all j, E exponential: of rate max(...).
+    Tokens in the order of p / q: those with a ratio at least as large count with p, the others with q.
+    """
+    both = (p > 0) & (q > 0)
+    left = float(p[~both].double().sum()), float(q[~both].double().sum())  # of either, in every sum
+    p, q = p[both].double(), q[both].double()
+    order = (p / q).argsort(descending=True)
+    p, q = p[order], q[order]
+    above_p = p.cumsum(0) + left[0]  # its own ratio included
+    below_q = q.sum() - q.cumsum(0) + left[1]
+    return float((1 / (above_p / p + below_q / q)).sum())
+
+
+def token_length(p: torch.Tensor, q: torch.Tensor, drafts: Sequence[int]) -> float:
+    """Drafts that token-level verification accepts in expectation over its uniform numbers."""
+    kept, total = 1.0, 0.0
+    for j, x in enumerate(drafts):
+        kept *= min(1.0, float(p[j, x] / q[j, x]))
+        total += kept
+    return total
+
+
+def block_length(p: torch.Tensor, q: torch.Tensor, drafts: Sequence[int]) -> float:
+    """Drafts that block verification accepts in expectation over its uniform numbers (Sun et al. 2024)."""
+    weight, h = 1.0, []
+    for j, x in enumerate(drafts):
+        weight = min(1.0, weight * float(p[j, x] / q[j, x]))
+        if j + 1 == len(drafts) or weight >= 1:
+            h.append(weight)
+        else:
+            mass = float((weight * p[j + 1] - q[j + 1]).clamp(min=0).sum())
+            h.append(mass / (mass + 1 - weight))
+    none_from, total = 1.0, 0.0
+    for chance in reversed(h):  # at least i drafts are kept unless every longer prefix fails as well
+        none_from *= 1 - chance
+        total += 1 - none_from
+    return total
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each draft model and temperature."""
+    head = "| draft | T | first draft: rejection | counted | coupled | counted | a round: rejection | block | gain (standard error) |"
+    lines = [head, "| --- " + "| ---: " * 8 + "|"]
+    for row in rows:
+        first, rounds = row["expected_first"], row["expected_per_round"]
+        lines.append(
+            f"| {row['layers']} layers | {row['temperature']} | {first['rejection']:.1%} | {row['rejection']['first_draft']:.1%}"
+            f" | {first['coupled']:.1%} | {row['coupled']['first_draft']:.1%} | {rounds['rejection']:.2f} | {rounds['block']:.2f}"
+            f" | {row['block_gain']:+.3f} ({row['block_gain_error']:.3f}) |"
+        )
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tasks", nargs="*")
+    parser.add_argument("--per-task", type=int, default=2)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--temperatures", nargs="*", type=float, default=(1.0, 0.6))
+    parser.add_argument("-k", type=int, default=4, help="drafts a round")
+    parser.add_argument("--out", type=Path, help=f"rows as JSON lines, such as {RESULTS.name}/acceptance.jsonl")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    print(table(acceptance(parse(argv))))
+
+
+if __name__ == "__main__":
+    main()
