@@ -14,6 +14,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,8 @@ def acceptance(args: argparse.Namespace) -> list[dict[str, Any]]:
         }
         for method in ("coupled", "rejection", "block"):
             torch.manual_seed(0)
-            each = [copy.copy(params) for _ in texts]
-            if method == "coupled":
-                each = [
-                    SamplingParams(temperature=temperature, seed=i, max_new_tokens=args.max_new_tokens)
-                    for i in range(len(texts))
-                ]
+            seeds = range(len(texts)) if method == "coupled" else [None] * len(texts)
+            each = [replace(params, seed=seed) for seed in seeds]
             decoder = SpeculativeDecoder(
                 fast, DraftModel(short), num_draft_tokens=args.k, max_batch_size=8, method=method, adaptive=False
             )
