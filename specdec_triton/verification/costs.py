@@ -70,7 +70,13 @@ def measure_acceptance(
     shown = []
     for method in methods:
         decoder = SpeculativeDecoder(
-            target, drafter, num_draft_tokens=k, max_batch_size=MAX_BATCH_SIZE, method=method, adaptive=False
+            target,
+            drafter,
+            num_draft_tokens=k,
+            max_batch_size=MAX_BATCH_SIZE,
+            method=method,
+            exact=False,
+            adaptive=False,
         )
         stats = [output.stats for output in decoder.generate(prompts, params)]
         drafted, accepted = (sum(getattr(s, name) for s in stats) for name in ("drafted", "accepted"))

@@ -60,7 +60,7 @@ def check_distribution(
         num_draft_tokens=k,
         max_batch_size=_BATCH,
         method=method,
-        exact=None if inexact else True,
+        exact=not inexact,
         adaptive=False,
     )
     with torch.random.fork_rng(devices=[]):

@@ -85,14 +85,14 @@ def _check(
     counts: Sequence[int],
 ) -> Check:
     of = type(drafter).__name__
-    plain = _alone(_decoder(target, NoDraft(), 0, 1), prompts, params)
+    inexact = why_inexact(target) is not None
+    plain = _alone(_decoder(target, NoDraft(), 0, 1, inexact), prompts, params)
     for i, output in enumerate(plain):
         if output.error is not None:
             return Check(name, False, f"plain decoding of prompt {i + 1} failed: {output.error}", of)
-    inexact = why_inexact(target) is not None
     texts = drafted = accepted = ties = 0
     largest = 0.0
-    for k, together, outputs in _runs(target, drafter, prompts, params, counts):
+    for k, together, outputs in _runs(target, drafter, prompts, params, counts, inexact):
         for i, (output, want) in enumerate(zip(outputs, plain, strict=True)):
             texts += 1
             drafted += output.stats.drafted
@@ -130,16 +130,18 @@ def _runs(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     counts: Sequence[int],
+    inexact: bool,
 ) -> Iterator[tuple[int, bool, list[GenerationOutput]]]:
     """K, whether the prompts were together, and their outputs; plain decoding together comes first."""
-    yield 0, True, _together(_decoder(target, NoDraft(), 0, MAX_BATCH_SIZE), prompts, params)
+    yield 0, True, _together(_decoder(target, NoDraft(), 0, MAX_BATCH_SIZE, inexact), prompts, params)
     for k in counts:
-        yield k, False, _alone(_decoder(target, drafter, k, 1), prompts, params)
-        yield k, True, _together(_decoder(target, drafter, k, MAX_BATCH_SIZE), prompts, params)
+        yield k, False, _alone(_decoder(target, drafter, k, 1, inexact), prompts, params)
+        yield k, True, _together(_decoder(target, drafter, k, MAX_BATCH_SIZE, inexact), prompts, params)
 
 
-def _decoder(target: ModelAdapter, drafter: Drafter, k: int, batch: int) -> SpeculativeDecoder:
-    return SpeculativeDecoder(target, drafter, num_draft_tokens=k, max_batch_size=batch, adaptive=False)
+def _decoder(target: ModelAdapter, drafter: Drafter, k: int, batch: int, inexact: bool) -> SpeculativeDecoder:
+    exact = False if inexact else None  # None would warn of what is known
+    return SpeculativeDecoder(target, drafter, num_draft_tokens=k, max_batch_size=batch, exact=exact, adaptive=False)
 
 
 def _alone(
