@@ -135,6 +135,7 @@ def test_measurements_inform():
     for method in ("coupled", "rejection", "block"):
         assert check.facts[method]["rate"] == check.facts[method]["accepted"] / check.facts[method]["drafted"]
         assert method in check.detail
+    assert len({check.facts[method]["rate"] for method in ("coupled", "rejection", "block")}) == 3
     nothing = measure_acceptance(target(), NoDraft(), PROMPTS, max_new_tokens=NEW)
     assert nothing.facts["coupled"]["rate"] is None
 

@@ -108,7 +108,7 @@ def _check(
                 return Check(name, False, str(difference), of, difference.facts)
             ties += 1
             gap, allowed, token = worst_gap(target, prompts[i], output.token_ids, params[i])
-            if gap > allowed:
+            if not gap <= allowed:  # NaN neither
                 detail = (
                     f"{difference}; token {token + 1} lies {gap:.3g} below the best, rounding explains {allowed:.3g}"
                 )
