@@ -16,17 +16,18 @@ import warnings
 from collections.abc import Sequence
 
 from specdec_triton import __version__
-from specdec_triton.cli import audit, doctor, generate, tune
+from specdec_triton.cli import audit, doctor, generate, tune, verify
 from specdec_triton.cli.common import PROGRAM, HelpFormatter, Parser, UsageError, note, one_line, warn
 from specdec_triton.errors import BackendUnavailableError, ModelNotFoundError, UnsupportedModelError
 
 __all__ = ["main"]
 
-COMMANDS = (generate, doctor, audit, tune)
+COMMANDS = (generate, doctor, audit, tune, verify)
 _EPILOG = """examples:
   specdec-triton generate "Why is the sky blue?"
   specdec-triton generate --file report.txt --compare
   specdec-triton tune --draft MODEL
+  specdec-triton verify --target MODEL --draft MODEL --prompts prompts.txt
   specdec-triton doctor
   specdec-triton audit --arch sm_90
 

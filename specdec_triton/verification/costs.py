@@ -1,0 +1,86 @@
+"""What exactness costs, and how many drafts each rule accepts: for information."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from specdec_triton.adapter import ModelAdapter
+from specdec_triton.drafters import Drafter
+from specdec_triton.engine import SpeculativeDecoder
+from specdec_triton.sampling import SamplingParams
+from specdec_triton.verification.check import Check
+from specdec_triton.verification.scoring import why_inexact
+from specdec_triton.verification.texts import MAX_BATCH_SIZE
+
+
+def measure_speed(
+    target: ModelAdapter,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    k: int = 4,
+    max_new_tokens: int = 48,
+    runs: int = 3,
+) -> Check:
+    """Tokens per second of greedy text, one prompt after the other, with bits that are the same in every pass and without.
+
+    Medians of ``runs`` runs over the prompts, the two in turn, after one of each that is not counted. Prompts' passes
+    included.
+    """
+    of = type(drafter).__name__
+    if why_inexact(target) is not None:
+        return Check("speed", None, "exact passes are not available: there is nothing to compare", of)
+    params = SamplingParams(temperature=0, max_new_tokens=max_new_tokens)
+    speeds: dict[bool, list[float]] = {True: [], False: []}
+    decoders = {
+        exact: SpeculativeDecoder(target, drafter, num_draft_tokens=k, max_batch_size=1, exact=exact, adaptive=False)
+        for exact in speeds
+    }
+    for turn in range(runs + 1):
+        for exact, decoder in decoders.items():
+            stats = [decoder.generate([prompt], params)[0].stats for prompt in prompts]
+            if turn:
+                speeds[exact].append(sum(s.new_tokens for s in stats) / sum(s.seconds for s in stats))
+    on, off = median(speeds[True]), median(speeds[False])
+    detail = f"{on:.1f} tokens/s with exact passes, {off:.1f} without: exactness costs {1 - on / off:.0%}"
+    facts = {"exact_tokens_per_second": on, "inexact_tokens_per_second": off, "cost": 1 - on / off}
+    return Check("speed", None, detail, of, facts)
+
+
+def measure_acceptance(
+    target: ModelAdapter,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    methods: Sequence[str] = ("coupled", "rejection"),
+    k: int = 4,
+    max_new_tokens: int = 48,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> Check:
+    """The share of drafts that each method accepts on the same prompts, together, K drafts a round."""
+    of = type(drafter).__name__
+    params = [
+        SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed + i)
+        for i in range(len(prompts))
+    ]
+    facts: dict[str, Any] = {"temperature": temperature}
+    shown = []
+    for method in methods:
+        decoder = SpeculativeDecoder(
+            target,
+            drafter,
+            num_draft_tokens=k,
+            max_batch_size=MAX_BATCH_SIZE,
+            method=method,
+            exact=False,
+            adaptive=False,
+        )
+        stats = [output.stats for output in decoder.generate(prompts, params)]
+        drafted, accepted = (sum(getattr(s, name) for s in stats) for name in ("drafted", "accepted"))
+        rate = accepted / drafted if drafted else None
+        facts[method] = {"drafted": drafted, "accepted": accepted, "rate": rate}
+        shown.append(f"{method} {'-' if rate is None else format(rate, '.0%')} of {drafted}")
+    return Check("acceptance", None, f"drafts accepted at temperature {temperature:g}: {', '.join(shown)}", of, facts)
