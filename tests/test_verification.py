@@ -224,7 +224,7 @@ class Liar(Drafter):
         propose = session.propose
 
         def lie(round_):
-            round_.draw = lambda logits, j, draw=round_.draw: (logits.argmax(-1), draw(logits, j)[1])
+            round_.draw = lambda logits, j, draw=round_.draw: (logits.argmax(-1), draw(logits, j)[1], logits)
             return propose(round_)
 
         session.propose = lie
