@@ -20,7 +20,7 @@ from specdec_triton.cli.loading import (
     quiet_transformers,
 )
 from specdec_triton.cli.stream import TextStream, decode
-from specdec_triton.sampling import SamplingParams
+from specdec_triton.sampling import MAX_LOGPROBS, SamplingParams
 
 if TYPE_CHECKING:
     from specdec_triton.engine import SpeculativeDecoder
@@ -61,21 +61,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (["--top-k"], integer(-1), "N", 0, "keep the N likeliest tokens (default: 0, all)"),
         (["--top-p"], number(0, 1), "P", 1.0, "keep the likeliest tokens up to probability P (default: 1, all)"),
         (["--min-p"], number(0, 1), "P", 0.0, "drop tokens below P times the likeliest (default: 0)"),
+        (["--typical-p"], number(0, 1), "P", 1.0, "keep the most typical tokens up to probability P (default: 1, all)"),
+        (
+            ["--repetition-penalty"],
+            number(1e-6),
+            "R",
+            1.0,
+            "make tokens of prompt and text R times less likely (default: 1)",
+        ),
+        (["--presence-penalty"], number(-1e6), "X", 0.0, "take X from the logits of tokens in the text (default: 0)"),
+        (["--frequency-penalty"], number(-1e6), "X", 0.0, "the same for every time they occur (default: 0)"),
+        (["--no-repeat-ngram-size"], integer(0), "N", 0, "write no N tokens in a row twice (default: 0, off)"),
+        (["--min-new-tokens"], integer(0), "N", 0, "no end of the text before N tokens (default: 0)"),
         (["--seed"], integer(-(1 << 63), (1 << 63) - 1), "N", 0, "same seed, same text, any --draft (default: 0)"),
     ):
         group.add_argument(*names, metavar=metavar, type=kind, default=default, help=text)
+    group.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="end with this text; may be repeated"
+    )
+    group.add_argument(
+        "--logprobs",
+        metavar="N",
+        type=integer(0, MAX_LOGPROBS),
+        help="with --json: of each token, and of the N likeliest",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args.prompt, args.file)
-    params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        max_new_tokens=args.max_new_tokens,
-    )
+    params = read_params(args)
     device = pick_device(args.device)
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         quiet_transformers()
@@ -84,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         target = load_target(args, device)
         drafter = load_drafter(args, device, target)
         adaptive = args.draft == "ngram" if args.adaptive is None else args.adaptive
-        decoder = make_decoder(target, drafter, args.num_draft_tokens, adaptive)
+        decoder = make_decoder(target, drafter, args.num_draft_tokens, adaptive, tokenizer)
     settings = {
         "target": args.target,
         "draft": args.draft,
@@ -97,6 +111,17 @@ def run(args: argparse.Namespace) -> int:
     if args.compare:
         return compare(args, decoder, tokenizer, ids, params, settings)
     return single(args, decoder, tokenizer, ids, params, settings)
+
+
+def read_params(args: argparse.Namespace) -> SamplingParams:
+    names = "temperature top_k top_p min_p typical_p seed max_new_tokens min_new_tokens logprobs repetition_penalty"
+    names += " presence_penalty frequency_penalty no_repeat_ngram_size"
+    if args.logprobs is not None and not args.json:
+        raise UsageError("--logprobs needs --json")
+    try:
+        return SamplingParams(**{name: getattr(args, name) for name in names.split()}, stop_strings=args.stop)
+    except ValueError as error:  # values that do not go together, or an empty --stop
+        raise UsageError(str(error).replace("SamplingParams.", "")) from error
 
 
 def read_prompt(prompt: str | None, path: str | None) -> str:
@@ -154,12 +179,14 @@ def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None) -
     return ids
 
 
-def make_decoder(target: Any, drafter: Any, k: int, adaptive: bool) -> SpeculativeDecoder:
+def make_decoder(target: Any, drafter: Any, k: int, adaptive: bool, tokenizer: Any) -> SpeculativeDecoder:
     """A decoder of one request, warmed up."""
     from specdec_triton.engine import SpeculativeDecoder
 
     try:
-        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=k, max_batch_size=1, adaptive=adaptive)
+        decoder = SpeculativeDecoder(
+            target, drafter, num_draft_tokens=k, max_batch_size=1, adaptive=adaptive, tokenizer=tokenizer
+        )
     except ValueError as error:  # the drafter does not fit
         raise UsageError(str(error)) from error
     decoder.warmup()
@@ -224,9 +251,9 @@ def compare(
     """Decode plainly and speculatively in turn, and report the faster run of each."""
     from specdec_triton.drafters import NoDraft
 
-    decoders = {"plain": make_decoder(decoder.target, NoDraft(), 0, False), "speculative": decoder}
+    decoders = {"plain": make_decoder(decoder.target, NoDraft(), 0, False, tokenizer), "speculative": decoder}
     best: dict[str, GenerationOutput] = {}
-    warmup = replace(params, max_new_tokens=min(_WARMUP_TOKENS, params.max_new_tokens))
+    warmup = replace(params, max_new_tokens=min(_WARMUP_TOKENS, params.max_new_tokens), min_new_tokens=0)
     if not args.json:
         note(f"comparing: {RUNS} runs each, plain and speculative in turn, after a warm-up")
     with contextlib.redirect_stdout(sys.stderr):
@@ -270,7 +297,9 @@ def _status(output: GenerationOutput) -> int:
 def report(tokenizer: Any, output: GenerationOutput) -> dict[str, Any]:
     """A run as JSON."""
     stats = output.stats
-    error = {"error": output.error} if output.error is not None else {}
+    more: dict[str, Any] = {"error": output.error} if output.error is not None else {}
+    if output.logprobs is not None:
+        more["logprobs"] = [{"logprob": x.logprob, "top": x.top} for x in output.logprobs]
     return {
         "text": decode(tokenizer, output.token_ids),
         "token_ids": output.token_ids,
@@ -280,7 +309,7 @@ def report(tokenizer: Any, output: GenerationOutput) -> dict[str, Any]:
         "tokens_per_target_pass": stats.tokens_per_target_pass,
         "new_tokens": stats.new_tokens,
         "seconds": stats.seconds,
-    } | error
+    } | more
 
 
 def summary(output: GenerationOutput) -> str:

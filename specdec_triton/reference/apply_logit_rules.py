@@ -35,7 +35,14 @@ def apply_logit_rules(
         assert repetition_penalty is not None
         assert presence_penalty is not None
         assert frequency_penalty is not None
-        x = _penalize(x, draft_tokens, repetition_penalty, presence_penalty, frequency_penalty, counts)
+        penalties = repetition_penalty, presence_penalty, frequency_penalty
+        if x.device.type == "cpu":  # nearly all tokens have never occurred
+            ids = torch.cat([(counts > 0).any(0).nonzero()[:, 0], draft_tokens.flatten()]).unique()
+            ids = ids[(ids >= 0) & (ids < vocab)]
+            drafts = torch.where(torch.isin(draft_tokens, ids), torch.searchsorted(ids, draft_tokens.contiguous()), -1)
+            x[:, :, ids] = _penalize(x[:, :, ids], drafts, *penalties, counts[:, ids])
+        else:
+            x = _penalize(x, draft_tokens, *penalties, counts)
     if min_lens is not None and stop_ids is not None:
         too_short = lens[:, None] + first + torch.arange(rows, device=x.device) < min_lens[:, None]
         banned = too_short[:, :, None] & (stop_ids >= 0)[:, None, :]
@@ -99,5 +106,5 @@ def _repeated(
 def _ban(x: torch.Tensor, tokens: torch.Tensor, banned: torch.Tensor) -> None:
     """-inf for the tokens ``[B,T,N]`` that are banned, in place in ``x [B,T,V]``."""
     inside = banned & (tokens >= 0) & (tokens < x.shape[-1])
-    bans = torch.zeros_like(x, dtype=torch.int32).scatter_add_(2, tokens.where(inside, 0), inside.int())
-    x.masked_fill_(bans > 0, NEG_INF)
+    least = torch.where(inside, NEG_INF, -NEG_INF)
+    x.scatter_reduce_(2, tokens.where(inside, 0), least, "amin")
