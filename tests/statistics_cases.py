@@ -75,6 +75,7 @@ GRID = [
     for t, k, p, m in itertools.product((0.5, 1.0, 2.0), (0, 3), (1.0, 0.8), (0.0, 0.2))
 ]
 GRID += [SamplingParams(temperature=t, top_k=k, typical_p=0.6) for t, k in itertools.product((0.5, 1.0, 2.0), (0, 4))]
+GRID += [SamplingParams(temperature=t, logit_bias={0: 2.0, 3: -INF, 5: -0.7}, top_k=4) for t in (0.5, 1.0)]  # H4
 
 
 def grid(method: str, params: list[SamplingParams] = GRID) -> Setting:
@@ -99,6 +100,7 @@ ADVERSARIES = {
     "impossible-for-the-draft": (SIX, TableDrafter(masked(SIX_DRAFT, 0, 3))),  # faults.md B9
     "impossible-for-the-target": (masked(SIX, 1, 4), TableDrafter(SIX_DRAFT)),
     "nearly-certain": (changed(SIX, lambda rows: 8 * rows), TableDrafter(changed(SIX_DRAFT, lambda rows: 8 * rows))),
+    # faults.md B2
     "half-precision": (changed(SIX, torch.Tensor.bfloat16), TableDrafter(changed(SIX_DRAFT, torch.Tensor.bfloat16))),
     "not-a-number": (SIX, TableDrafter(changed(SIX_DRAFT, lambda rows: rows.index_fill(0, torch.tensor([2, 5]), NAN)))),
     "foreign-ids": (EIGHT, Tampered(TableDrafter(random_table(8, seed=9, near=EIGHT, rows=8)), with_foreign_ids)),

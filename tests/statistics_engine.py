@@ -22,6 +22,7 @@ from specdec_triton.engine.loop import Loop
 from specdec_triton.engine.round import COLUMNS
 from specdec_triton.engine.shapes import Shape
 from specdec_triton.kv_cache import KVCache
+from specdec_triton.logit_rules import bias_of
 from specdec_triton.ops import PAD
 from specdec_triton.testing import NAN, exact_probs
 
@@ -63,7 +64,8 @@ class Table:
     def probs(self, params: SamplingParams) -> torch.Tensor:
         """fp64 ``[R,V]``."""
         given = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
-        return torch.stack([exact_probs(row.float(), **given) for row in self.rows])
+        bias = bias_of(params, self.vocab)
+        return torch.stack([exact_probs(row.float() + bias, **given) for row in self.rows])
 
 
 def random_table(vocab: int, *, seed: int, spread: float = 1.0, near: Table | None = None, rows: int = 0) -> Table:

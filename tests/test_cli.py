@@ -240,7 +240,7 @@ def test_prompt_from_file_and_stdin(command, tmp_path, monkeypatch):
 
 
 def test_streamed_bytes_are_the_full_decoding(command):
-    """A random byte model writes broken characters at every turn, some of them at the end."""
+    """faults.md D8: a random byte model writes broken characters at every turn, some of them at the end."""
     for seed in range(2):
         arguments = ("bytes", "hi", "--temperature", 1, "--seed", seed, "--max-new-tokens", 40)
         _, out, _ = command(*arguments)

@@ -39,7 +39,7 @@ def power_of_two(n):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.arch)
 def test_attention_fits(chip, dtype):
-    """Estimated shared memory, tiles that tensor cores take, chunks made of whole blocks, few warps."""
+    """faults.md K2: estimated shared memory, tiles that tensor cores take, chunks made of whole blocks, few warps."""
     for (dim, group, kv_heads), kv in itertools.product(MODELS, (dtype, FP8)):
         config = attention_config(dim, group, kv_heads, dtype, kv, chip)
         assert attention_shared_memory(config, dim, dtype) <= chip.shared_memory

@@ -177,6 +177,15 @@ def test_distribution_over_positions():
     assert_follows(pairs, (exact_probs(logits)[:, None] * exact_probs(logits)).flatten())
 
 
+def test_top_p_of_a_large_flat_row():
+    """faults.md B13: of 131,072 nearly equal tokens top-p 0.99 keeps 99 of 100; sums in half precision would stop growing early."""
+    logits = (1e-3 * torch.randn(1, 131072)).bfloat16()
+    scaled = scaled_logits(logits, *(torch.tensor([x]) for x in (1.0, 0, 0.99, 0.0)))
+    kept = scaled[0] > -INF
+    mass = logits[0].double().softmax(-1)
+    assert 0.99 <= mass[kept].sum() < 0.9901
+
+
 def test_greedy(backend):
     """The argmax, ties to the lowest id (faults.md A2), seed without effect (C4), filters without effect (A9)."""
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [-INF, -3.0, -2.0, -2.0], [1.0, 1.0, 0.0, 0.0]])
