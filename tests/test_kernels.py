@@ -28,12 +28,16 @@ def texts(model, params, **options):
         ("llama", {"seed": 3}),
         ("llama", {"seed": 3, "top_k": 20}),
         ("llama", {}),
+        (
+            "llama",
+            {"seed": 3, "typical_p": 0.8, "frequency_penalty": 3.0, "no_repeat_ngram_size": 2, "logit_bias": {3: 2.0}},
+        ),
         ("gemma2", {"temperature": 0}),
     ],
     ids=str,
 )
 def test_texts_are_those_of_the_reference(kind, params, few_splits):
-    """Greedy, coupled with and without filters, rejection (seeded by torch's generator); a window with softcap."""
+    """Greedy, coupled with and without filters, rejection (seeded by torch's generator), logit rules; a window with softcap."""
     model = toy_model(kind, **({"sliding_window": 4} if kind == "gemma2" else {}))
     want = texts(model, params, exact=False, backend="torch")
     assert texts(model, params, exact=False, backend="triton") == want
