@@ -49,7 +49,23 @@ PARAMS = {
     "rejection": [SamplingParams()],
     "filtered": [SamplingParams(top_k=5, top_p=0.9), SamplingParams(min_p=0.1)],
     "mixed": [SamplingParams(temperature=0), SamplingParams(seed=3, top_p=0.5), SamplingParams(), SamplingParams(num_draft_tokens=0)],
+    "ruled": [
+        SamplingParams(temperature=0, repetition_penalty=1.1, logit_bias={3: 1.0}, no_repeat_ngram_size=3),
+        SamplingParams(frequency_penalty=0.5, typical_p=0.9, logprobs=4, min_new_tokens=5, stop_token_ids=[4]),
+        SamplingParams(seed=3),
+    ],
 }  # fmt: skip
+
+
+class Zeros:
+    """In place of the ring of log-probabilities."""
+
+    def push(self, report):
+        self.shape = report.shape
+        return self
+
+    def wait(self):
+        return torch.zeros(self.shape, dtype=torch.int64)
 
 
 class Everything:
@@ -76,7 +92,7 @@ class Everything:
 def test_no_step_waits_for_the_device(drafter, params, adaptive):
     """faults.md G2: whole steps of the decoder, prompts included; all that goes to the device are the requests."""
     decoder = SpeculativeDecoder(on_meta(), DRAFTERS[drafter](), max_batch_size=8, adaptive=adaptive)
-    decoder._loop._ring = Everything()
+    decoder._loop._ring, decoder._loop._details = Everything(), Zeros()
     handles = [decoder.submit([3, 5, 7] * (i + 1), params[i % len(params)]) for i in range(6)]
     with Trace():
         for _ in range(3):

@@ -1,7 +1,7 @@
 """Rules that only the host can apply: grammars, and the logits processors of a request.
 
 Both look at each row with the text before it, drafts included. A grammar's matcher walks along the drafts and back, so that its state
-is that of the committed text.
+is that of the committed text. So are the ends that only the host can see: stop strings, and the end of a grammar.
 """
 
 from __future__ import annotations
@@ -74,3 +74,24 @@ class HostRules:
                 handle.exception = error
                 self._fail(handle, f"the logits processor {name} failed: {type(error).__name__}: {error}")
         return logits
+
+
+def end_of_text(handle: RequestHandle, tokens: Sequence[int]) -> tuple[int | None, str | None]:
+    """Which of the new tokens is the last one, for a reason that only the host can see, and what went wrong if something did.
+
+    A request's matcher accepts the tokens up to there.
+    """
+    stop = None if handle.stop_strings is None else handle.stop_strings.first(handle.token_ids, tokens)
+    if handle.matcher is None:
+        return stop, None
+    for i, token in enumerate(tokens if stop is None else tokens[: stop + 1]):
+        try:
+            accepted = handle.matcher.accept(token)
+        except Exception as error:
+            handle.exception = error
+            return max(i - 1, 0), f"the grammar failed: {type(error).__name__}: {error}"
+        if not accepted:
+            return max(i - 1, 0), f"the grammar refuses the token {token}, which its mask had allowed"
+        if handle.matcher.complete:
+            return i, None
+    return stop, None

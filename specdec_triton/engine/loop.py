@@ -23,7 +23,7 @@ from specdec_triton.engine.details import COLUMNS as DETAILS
 from specdec_triton.engine.details import decoded
 from specdec_triton.engine.drafting import Drafting
 from specdec_triton.engine.graphs import graphs_for
-from specdec_triton.engine.host_rules import HostRules
+from specdec_triton.engine.host_rules import HostRules, end_of_text
 from specdec_triton.engine.notices import Notices
 from specdec_triton.engine.phases import Phases
 from specdec_triton.engine.request import RequestHandle
@@ -353,7 +353,7 @@ class Loop:
             self.end(handle, "error", f"{whose} held NaN, +inf, or nothing but -inf")
             return
         drafted, accepted, reason = facts["drafted"], facts["accepted"], facts["reason"]
-        stop, error = _stop(handle, tokens)
+        stop, error = end_of_text(handle, tokens)
         if stop is not None:
             tokens, reason = tokens[: stop + 1], STOP
             drafted, accepted = min(drafted, len(tokens)) if stop < accepted else drafted, min(accepted, len(tokens))
@@ -376,24 +376,6 @@ class Loop:
 
     def _fail(self, handle: RequestHandle, error: str) -> None:
         self.end(handle, "error", error)
-
-
-def _stop(handle: RequestHandle, tokens: Sequence[int]) -> tuple[int | None, str | None]:
-    """Which of the new tokens ends the text where only the host can see it, and what went wrong if something did."""
-    stop = None if handle.stop_strings is None else handle.stop_strings.first(handle.token_ids, tokens)
-    if handle.matcher is None:
-        return stop, None
-    for i, token in enumerate(tokens if stop is None else tokens[: stop + 1]):
-        try:
-            accepted = handle.matcher.accept(token)
-        except Exception as error:
-            handle.exception = error
-            return max(i - 1, 0), f"the grammar failed: {type(error).__name__}: {error}"
-        if not accepted:
-            return max(i - 1, 0), f"the grammar refuses the token {token}, which its mask had allowed"
-        if handle.matcher.complete:
-            return i, None
-    return stop, None
 
 
 @dataclass
