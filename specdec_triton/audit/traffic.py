@@ -79,6 +79,18 @@ def copy_rows(batch: int, rows: int, kv_heads: int, dim: int, kv_itemsize: int) 
     return Traffic(*[4 * batch * rows * kv_heads * dim * kv_itemsize] * 2)
 
 
+def apply_logit_rules(
+    batch: int, rows: int, vocab: int, itemsize: int, *, penalties: bool, bias: bool, mask: bool, text: int = 0
+) -> Traffic:
+    """Every row once, what it becomes, its mask, and counts and biases once for each row instead of once for its request.
+    With ``text``, the length of texts in which n-grams must not repeat, each row reads that too; bans are few.
+    """
+    table = batch * vocab * FP32 * (penalties + bias)
+    texts = batch * text * 8
+    own = batch * rows * (vocab * (itemsize + FP32) + (-(-vocab // 32) * 4 if mask else 0))
+    return Traffic(moved=own + rows * (table + texts), floor=own + table + texts)
+
+
 def sample(batch: int, vocab: int, itemsize: int, *, filters: bool) -> Traffic:
     """The row once; with filters its group maxima are written, and read again for the cut. The candidates that the cut is searched
     among, few as a rule, are left out."""
