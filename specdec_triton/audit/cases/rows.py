@@ -35,14 +35,7 @@ _TEXTS = (
     Size(5, 1, 999, 32000),
 )
 _ODD_VOCAB_TEXTS = (Size(8, 5, 4096, 50257), Size(1, 2, 1, 32003), Size(64, 8, 130001, 99999))
-_RULES = {
-    "penalties": ("penalties",),
-    "bias": ("bias",),
-    "mask": ("mask",),
-    "least length": ("least",),
-    "n-gram": ("ngram",),
-    "all": ("penalties", "bias", "mask", "least", "ngram"),
-}
+_RULES = ("penalties", "bias", "mask", "min-new", "n-gram")
 
 
 def cases() -> list[Case]:
@@ -54,7 +47,7 @@ def _rule_cases() -> list[Case]:
         case
         for dtype in (torch.bfloat16, torch.float32)
         for case in (
-            *(_rules(name, dtype) for name in _RULES),
+            *(_rules(name, dtype) for name in (*_RULES, "all")),
             _rules("all", dtype, one_row=True),
             _rules("all", dtype, sizes=_ODD_VOCAB_TEXTS),
         )
@@ -63,7 +56,7 @@ def _rule_cases() -> list[Case]:
 
 def _rules(name: str, dtype: torch.dtype, *, sizes: tuple[Size, ...] = _TEXTS, one_row: bool = False) -> Case:
     """With draft lengths; ``one_row``: without, for the row after the drafts, as a drafter draws the next one."""
-    used = _RULES[name]
+    used = _RULES if name == "all" else (name,)
 
     def rules_of(size: Size, rows: int) -> LogitRules:
         batch, vocab = size.batch, size.vocab
@@ -76,9 +69,9 @@ def _rules(name: str, dtype: torch.dtype, *, sizes: tuple[Size, ...] = _TEXTS, o
             rules.bias = meta(batch, vocab, dtype=torch.float32)
         if "mask" in used:
             rules.mask = meta(batch, rows, -(-vocab // 32), dtype=INT)
-        if "least" in used:
+        if "min-new" in used:
             rules.min_lens, rules.stop_ids = meta(batch, dtype=INT), meta(batch, size.steps, dtype=torch.int64)
-        if "ngram" in used:
+        if "n-gram" in used:
             rules.ngram, rules.max_ngram = meta(batch, dtype=INT), 3
             rules.texts = meta(batch, size.context, dtype=torch.int64)
         return rules
@@ -104,7 +97,7 @@ def _rules(name: str, dtype: torch.dtype, *, sizes: tuple[Size, ...] = _TEXTS, o
             penalties="penalties" in used,
             bias="bias" in used,
             mask="mask" in used,
-            text=size.context if "ngram" in used else 0,
+            text=size.context if "n-gram" in used else 0,
         )
 
     kind = (
