@@ -216,7 +216,7 @@ def _typical(
 
     -log p - H of a token is the expected logit less its own: the distance by which tokens are taken, up to the mass.
     """
-    total, moment, low, high, most, _ = _weigh_distances(
+    total, moment, low, high, below, above = _weigh_distances(
         logits, draft_logits, is_draft, candidates, count, vocab, inverse, 0.0, HIGHEST, cut, highest,
         GROUP, BLOCK_G, HAS_DRAFT,
     )  # fmt: skip
@@ -224,7 +224,7 @@ def _typical(
     least, most = tl.full([], 0, tl.int32), HIGHEST - 1  # keys of distances, which are not negative
     while least < most:
         reach = least + (most - least) // 2
-        mass, _, near_low, near_high, below, above = _weigh_distances(
+        mass, moment, near_low, near_high, below, above = _weigh_distances(
             logits, draft_logits, is_draft, candidates, count, vocab, inverse, mean, reach, cut, highest,
             GROUP, BLOCK_G, HAS_DRAFT,
         )  # fmt: skip

@@ -109,6 +109,8 @@ def test_traffic_by_hand():
     assert attention(shape._replace(block_m=1)).moved > attention(shape).moved
     assert sample(2, 10, 2, filters=False) == (40, 40)
     assert sample(2, 33, 2, filters=True) == (132 + 2 * 2 * 2 * 4, 132)  # two groups
+    searched = 8 * (33 * 2 + 2 * 4)  # 33 has 6 bits
+    assert sample(2, 33, 2, filters=True, typical=True) == (132 + 2 * (2 * 2 * 4 + searched), 132)
 
 
 def test_traffic_of_rules_by_hand():
@@ -155,6 +157,12 @@ def test_rows_moved(method, options, moved, floor):
     options = {"has_draft": False, "has_lse": False, **options}
     row = 10 * 2
     assert accept_reject(1, 3, 10, 2, method=method, filters=False, **options) == (moved * row, floor * row)
+    filtered, typical = (
+        accept_reject(1, 3, 10, 2, method=method, filters=True, typical=typical, **options).moved
+        for typical in (False, True)
+    )
+    summed = 7 if options["has_draft"] else 4  # filters need the drafter's rows
+    assert typical - filtered == summed * (4 + 2) * (row + 4)  # 10 has 4 bits and makes one group
 
 
 @needs_triton

@@ -179,7 +179,7 @@ def _sample(
         ops.sample(logits, params=params, return_lse=True, node=node, backend="triton")
 
     def moved(chip: Chip) -> Traffic:
-        return traffic.sample(sizes[0].batch, sizes[0].vocab, dtype.itemsize, filters=has_filters)
+        return traffic.sample(sizes[0].batch, sizes[0].vocab, dtype.itemsize, filters=has_filters, typical=has_typical)
 
     quick = name.startswith("race") and dtype == torch.bfloat16
     return Case("sample", f"{name_of(dtype)} {name}", call, moved, sizes, quick=quick)
@@ -220,6 +220,7 @@ def _accept(
             has_draft=has_draft,
             has_lse=has_lse,
             filters=has_filters,
+            typical=has_typical,
         )
 
     short = name in ("K <= 7", "K <= 7, draft", "K <= 7, filters")
