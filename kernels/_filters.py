@@ -11,8 +11,8 @@ that leaves, ``top_p`` of the mass). ``_row_stats_kernel`` leaves the maxima of 
    typical-p keeps, of those, the tokens whose logit is nearest to the expected one: an interval, found by another bisection over
    the distance.
 
-Where the maxima are not enough (top-p of a row flatter than one token in 32 can speak for), all groups are candidates, and
-one program reads the whole row in every step: exact still, and some milliseconds for a large vocabulary.
+Where the maxima are not enough (top-p of a row flatter than one token in 32 can speak for; typical-p without another filter), all
+groups are candidates, and one program reads the whole row in every step: exact still, and some milliseconds for a large vocabulary.
 """
 
 from __future__ import annotations
