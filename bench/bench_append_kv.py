@@ -22,7 +22,7 @@ import torch
 from bench.micro import OURS, Bench, Problem, Provider, Skip, backend, installed, normal, run
 from specdec_triton import ops
 from specdec_triton.audit import traffic
-from specdec_triton.audit.matrix import FP8, MODELS, PAGE_SIZE
+from specdec_triton.audit.cases.base import FP8, MODELS, PAGE_SIZE
 from specdec_triton.audit.traffic import Traffic
 from specdec_triton.kernels._config import Chip
 

@@ -20,7 +20,7 @@ import torch
 from bench.micro import OURS, Bench, Problem, Provider, backend, normal, run
 from specdec_triton import ops
 from specdec_triton.audit import traffic
-from specdec_triton.audit.matrix import FP8, MODELS, PAGE_SIZE
+from specdec_triton.audit.cases.base import FP8, MODELS, PAGE_SIZE
 from specdec_triton.audit.traffic import Traffic
 from specdec_triton.kernels._config import Chip
 

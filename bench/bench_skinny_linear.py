@@ -19,7 +19,7 @@ import torch
 from bench.micro import OURS, Bench, Problem, Provider, backend, installed, normal, run
 from specdec_triton import ops
 from specdec_triton.audit import traffic
-from specdec_triton.audit.matrix import LAYERS as SHAPES
+from specdec_triton.audit.cases.base import LAYERS as SHAPES
 from specdec_triton.audit.traffic import Traffic
 from specdec_triton.kernels._config import Chip, linear_config
 

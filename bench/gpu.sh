@@ -74,11 +74,12 @@ done <<'BENCHES'
 verify_attention 55 75
 accept_reject 40 60
 sample 25 40
-append_kv 12 25
-compact_kv 10 20
-ngram_propose 10 20
-skinny_linear 20 30
+append_kv 10 20
+compact_kv 8 15
+ngram_propose 8 15
+skinny_linear 15 25
 row_mean 5 10
+apply_logit_rules 12 20
 BENCHES
 
 if [ ${#failed[@]} -eq 0 ]; then

@@ -11,8 +11,8 @@ that leaves, ``top_p`` of the mass). ``_row_stats_kernel`` leaves the maxima of 
    typical-p keeps, of those, the tokens whose logit is nearest to the expected one: an interval, found by another bisection over
    the distance.
 
-Where the maxima are not enough (top-p of a row flatter than one token in 32 can speak for), all groups are candidates, and
-one program reads the whole row in every step: exact still, and some milliseconds for a large vocabulary.
+Where the maxima are not enough (top-p of a row flatter than one token in 32 can speak for; typical-p without another filter), all
+groups are candidates, and one program reads the whole row in every step: exact still, and some milliseconds for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _typical(
 
     -log p - H of a token is the expected logit less its own: the distance by which tokens are taken, up to the mass.
     """
-    total, moment, low, high, most, _ = _weigh_distances(
+    total, moment, low, high, below, above = _weigh_distances(
         logits, draft_logits, is_draft, candidates, count, vocab, inverse, 0.0, HIGHEST, cut, highest,
         GROUP, BLOCK_G, HAS_DRAFT,
     )  # fmt: skip
@@ -224,7 +224,7 @@ def _typical(
     least, most = tl.full([], 0, tl.int32), HIGHEST - 1  # keys of distances, which are not negative
     while least < most:
         reach = least + (most - least) // 2
-        mass, _, near_low, near_high, below, above = _weigh_distances(
+        mass, moment, near_low, near_high, below, above = _weigh_distances(
             logits, draft_logits, is_draft, candidates, count, vocab, inverse, mean, reach, cut, highest,
             GROUP, BLOCK_G, HAS_DRAFT,
         )  # fmt: skip

@@ -26,9 +26,7 @@ IN_PROMPT: tl.constexpr = tl.constexpr(_IN_PROMPT)
 _BLOCK = 1024  # tokens, or places of a text, of a program
 
 
-@triton.jit(
-    do_not_specialize=["rows", "first", "stop_count", "stride_drafts", "stride_logits_batch", "stride_logits_row"]
-)
+@triton.jit(do_not_specialize=["words", "rows", "first", "stop_count", "stride_drafts"])
 def _rules_kernel(
     out_ptr,  # fp32 [B,T,V]
     logits_ptr,  # [B,T,V]

@@ -33,10 +33,10 @@ _FUSED = frozenset([aten.scaled_dot_product_attention, aten.rms_norm])
 _GATHERS = (aten.embedding, aten.index, aten.index_select, aten.gather, aten.take)
 _SCATTERS = (aten.index_put_, aten.index_copy_, aten.scatter_)
 _OVERWRITES = (aten.copy_, aten.fill_, aten.zero_, *_SCATTERS)
-# Kernels of a call with the fewest. Filters and the races of accept_reject need more (see _kernels), and so does a product
-# with few outputs on a large chip.
+# Kernels of a call with the fewest. Filters, the races of accept_reject and n-grams that must not repeat need more (see _kernels),
+# and so does a product with few outputs on a large chip.
 _KERNELS = {
-    "append_kv": 1, "compact_kv": 1, "ngram_propose": 1, "row_mean": 1, "skinny_linear": 1, "verify_attention": 2, "sample": 2,
+    "append_kv": 1, "apply_logit_rules": 1, "compact_kv": 1, "ngram_propose": 1, "row_mean": 1, "skinny_linear": 1, "verify_attention": 2, "sample": 2,
     "accept_reject": 2,
 }  # fmt: skip
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
@@ -252,12 +252,13 @@ def _copies_to_host(call: Call) -> bool:
 
 
 def _kernels(call: Call) -> int:
-    """Launches of an op of ours, as in kernels/: rows, two to filter them, then a merge or a race and its end."""
+    """Launches of an op of ours, as in kernels/: rows, two to filter them, then a merge or a race and its end; rules, then repeats."""
     name, given = call.op.__name__, call.given
     method = given.get("method")
     races = method in ("rejection", "block", "typical")
     filters = name in ("sample", "accept_reject") and method != "greedy" and given["has_filters"] is not False
-    return _KERNELS[name] + races + 2 * filters
+    repeats = given.get("ngram") is not None
+    return _KERNELS[name] + races + 2 * filters + repeats
 
 
 def _bytes(call: Call) -> int:

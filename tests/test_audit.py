@@ -19,6 +19,7 @@ from specdec_triton.audit.traffic import (
     AttentionShape,
     LinearTiles,
     accept_reject,
+    apply_logit_rules,
     attention,
     linear_flops,
     row_mean,
@@ -108,6 +109,22 @@ def test_traffic_by_hand():
     assert attention(shape._replace(block_m=1)).moved > attention(shape).moved
     assert sample(2, 10, 2, filters=False) == (40, 40)
     assert sample(2, 33, 2, filters=True) == (132 + 2 * 2 * 2 * 4, 132)  # two groups
+    searched = 8 * (33 * 2 + 2 * 4)  # 33 has 6 bits
+    assert sample(2, 33, 2, filters=True, typical=True) == (132 + 2 * (2 * 2 * 4 + searched), 132)
+
+
+def test_traffic_of_rules_by_hand():
+    """2 requests, 3 rows each, V = 33 (two words of a mask), bf16; texts of 5."""
+    logits, out, table = 2 * 3 * 33 * 2, 2 * 3 * 33 * 4, 2 * 33 * 4
+    off = {"penalties": False, "bias": False, "mask": False}
+    assert apply_logit_rules(2, 3, 33, 2, **off) == (logits + out, logits + out)
+    for rule in ("penalties", "bias"):
+        given = apply_logit_rules(2, 3, 33, 2, **{**off, rule: True})
+        assert given == (logits + out + 3 * table, logits + out + table)
+    masks = 2 * 3 * 2 * 4
+    assert apply_logit_rules(2, 3, 33, 2, **{**off, "mask": True}) == (logits + out + masks, logits + out + masks)
+    texts = 2 * 5 * 8
+    assert apply_logit_rules(2, 3, 33, 2, **off, text=5) == (logits + out + 3 * texts, logits + out + texts)
 
 
 def test_traffic_of_products_by_hand():
@@ -140,6 +157,12 @@ def test_rows_moved(method, options, moved, floor):
     options = {"has_draft": False, "has_lse": False, **options}
     row = 10 * 2
     assert accept_reject(1, 3, 10, 2, method=method, filters=False, **options) == (moved * row, floor * row)
+    filtered, typical = (
+        accept_reject(1, 3, 10, 2, method=method, filters=True, typical=typical, **options).moved
+        for typical in (False, True)
+    )
+    summed = 7 if options["has_draft"] else 4  # filters need the drafter's rows
+    assert typical - filtered == summed * (4 + 2) * (row + 4)  # 10 has 4 bits and makes one group
 
 
 @needs_triton
@@ -183,8 +206,8 @@ GOOD = Code(registers=64, spilled_bytes=0, stack_bytes=0, tensor_core=8, loads=4
 def test_what_fails(code, shared, copies, message, monkeypatch, capsys):
     """Each fault fails its row, is named in the text, and makes the command's status 1."""
     from specdec_triton.audit import report
+    from specdec_triton.audit.cases import cases
     from specdec_triton.audit.compile import Compiled
-    from specdec_triton.audit.matrix import cases
     from specdec_triton.audit.record import Binary
     from specdec_triton.kernels._config import CHIPS
 
@@ -212,8 +235,8 @@ def test_what_fails(code, shared, copies, message, monkeypatch, capsys):
 @needs_triton
 def test_tensor_cores_are_not_asked_of_fp32_or_of_merging():
     from specdec_triton.audit import report
+    from specdec_triton.audit.cases import cases
     from specdec_triton.audit.compile import Compiled
-    from specdec_triton.audit.matrix import cases
     from specdec_triton.audit.record import Binary
     from specdec_triton.kernels._config import CHIPS
 
@@ -234,7 +257,7 @@ def test_tensor_cores_are_not_asked_of_fp32_or_of_merging():
 class TestRecording:
     def test_one_binary(self):
         """At all sizes of a case the same binaries, in every chip's table."""
-        from specdec_triton.audit.matrix import cases
+        from specdec_triton.audit.cases import cases
         from specdec_triton.audit.report import record_case
         from specdec_triton.kernels._config import CHIPS
 
@@ -250,7 +273,7 @@ class TestRecording:
 
     def test_one_binary_for_all_rows(self):
         """One row or thousands, whole products and split ones: what makes a row's bits its own."""
-        from specdec_triton.audit.matrix import cases
+        from specdec_triton.audit.cases import cases
         from specdec_triton.audit.report import record_case
         from specdec_triton.kernels._config import CHIPS
 
@@ -269,13 +292,33 @@ class TestRecording:
             assert all(len(found) == 1 for found in recorded.kernels.values())
             assert ("_add_splits_kernel" in recorded.kernels) is (" kv " in case.name)
 
-    def test_one_binary_can_fail(self):
-        """A head size is part of the model: launches with two of them are two binaries, and the audit says so."""
-        from specdec_triton.audit import matrix
+    @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+    def test_one_binary_for_all_rows_of_logits(self, arch):
+        """Rules and filters: whatever B, T, V, the drafts before a row, the text's length and how many ids end it."""
+        from specdec_triton.audit.cases import cases
         from specdec_triton.audit.report import record_case
         from specdec_triton.kernels._config import CHIPS
 
-        two = [case for case in matrix.cases() if case.name in ("smollm2-135m bf16", "phi2 bf16")]
+        names = (
+            "bf16 all", "fp32 all, one row", "bf16 all, odd V", "bf16 race, typical-p",
+            "rejection bf16 K <= 7, draft, typical-p",
+        )  # fmt: skip
+        chosen = [case for case in cases() if case.name in names]
+        assert len(chosen) == len(names)
+        for case in chosen:
+            recorded = record_case(CHIPS[arch], case)
+            assert recorded.error is None
+            assert {kernel: len(found) for kernel, found in recorded.kernels.items() if len(found) != 1} == {}
+            wanted = "_repeated_kernel" if case.op == "apply_logit_rules" else "_cut_kernel"
+            assert wanted in recorded.kernels
+
+    def test_one_binary_can_fail(self):
+        """A head size is part of the model: launches with two of them are two binaries, and the audit says so."""
+        from specdec_triton.audit.cases import cases
+        from specdec_triton.audit.report import record_case
+        from specdec_triton.kernels._config import CHIPS
+
+        two = [case for case in cases() if case.name in ("smollm2-135m bf16", "phi2 bf16")]
         two = [case for case in two if case.op == "verify_attention"]
         calls = {size: case.call for case, size in zip(two, two[0].sizes, strict=False)}
         mixed = replace(two[0], sizes=tuple(calls), call=lambda size: calls[size](size))
@@ -283,14 +326,14 @@ class TestRecording:
         assert len(recorded.kernels["_verify_attention_kernel"]) == 2
 
     def test_a_launcher_that_raises_is_a_row(self):
-        from specdec_triton.audit import matrix
+        from specdec_triton.audit.cases import cases
         from specdec_triton.audit.report import audit
         from specdec_triton.kernels._config import CHIPS
 
         def call(size):
             raise ValueError("no such tile")
 
-        [row] = audit([CHIPS["sm_90"]], [replace(matrix.cases()[0], call=call)], 1)
+        [row] = audit([CHIPS["sm_90"]], [replace(cases()[0], call=call)], 1)
         assert row.problems == ("cannot launch: ValueError: no such tile",)
 
 

@@ -19,7 +19,8 @@ from specdec_triton.kernels._config import CHIPS
 from specdec_triton.testing import unexplained
 
 OPS = (
-    "verify_attention", "append_kv", "compact_kv", "accept_reject", "sample", "ngram_propose", "skinny_linear", "row_mean"
+    "verify_attention", "append_kv", "compact_kv", "accept_reject", "sample", "ngram_propose", "skinny_linear", "row_mean",
+    "apply_logit_rules",
 )  # fmt: skip
 ORIGIN = {
     "device",

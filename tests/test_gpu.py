@@ -29,6 +29,7 @@ from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, Sp
 from specdec_triton._library import why_not_triton
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.engine.graphs import StepGraphs, graphs_for
+from specdec_triton.logit_rules import LogitRules
 from specdec_triton.ops import METHODS, SamplingBatch
 from specdec_triton.testing import (
     FP8,
@@ -48,12 +49,12 @@ CHECKS: dict[str, Callable[[], object]] = {}
 
 
 def on_gpu(x: object) -> object:
-    """Tensors, and those in tuples, dicts and parameters, on the device."""
+    """Tensors, and those in tuples, dicts, parameters and rules, on the device."""
     if isinstance(x, torch.Tensor):
         return x.to(device)
     if isinstance(x, dict):
         return {name: on_gpu(value) for name, value in x.items()}
-    if isinstance(x, SamplingBatch):
+    if isinstance(x, SamplingBatch | LogitRules):
         return replace(x, **{name: on_gpu(value) for name, value in vars(x).items()})
     return tuple(map(on_gpu, x)) if isinstance(x, tuple | list) else x
 
@@ -286,6 +287,7 @@ FILTERS = {
     "top-p": {"top_p": 0.9, "temperature": 0.7},
     "min-p": {"min_p": 0.05},
     "all": {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "temperature": 0.8},
+    "typical-p": {"typical_p": 0.6},
 }
 
 
@@ -380,6 +382,46 @@ for _filters, _options in FILTERS.items():
             a[0], DTYPES[a[1]], 5003, 60, None
         )
     CHECKS[f"sample-{_filters}-wide"] = lambda o=_options: check_sample(o, torch.bfloat16, 151_936, 6, 2)
+
+
+RULES = {
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "bias": {"logit_bias": {1: 2.0, 5: -3.0}, "banned_token_ids": [7, 2]},
+    "min-new": {"min_new_tokens": 9, "stop_token_ids": [3, 8]},
+    "n-gram": {"no_repeat_ngram_size": 2},
+}
+RULES["all"] = {name: value for rules in RULES.values() for name, value in rules.items()}
+
+
+def check_rules(options: dict, has_mask: bool, dtype: torch.dtype, vocab: int, rows: int) -> None:
+    """The reference's bits; every other request has no rules. Then one row alone, after its drafts."""
+    params = [SamplingParams(**options if b % 2 == 0 else {}) for b in range(rows)]
+    texts = torch.randint(0, 9, (rows, 1500)).tolist()
+    ends = [1 + 47 * b % 1490 for b in range(rows)]
+    prompts, outputs = (
+        [x[:n] for x, n in zip(texts, ends, strict=True)],
+        [x[n : n + 7] for x, n in zip(texts, ends, strict=True)],
+    )
+    rules = LogitRules.from_params(params, prompts, outputs, vocab)
+    if has_mask:
+        rules.mask = torch.randint(-(2**31), 2**31, (rows, 6, -(-vocab // 32))).int()
+    logits, drafts = torch.randn(rows, 6, vocab).to(dtype), torch.randint(-1, 9, (rows, 5))
+    lens = torch.randint(0, 6, (rows,)).int()
+    want = ops.apply_logit_rules(logits, drafts, rules=rules, backend="torch")
+    got = call(ops.apply_logit_rules, logits, drafts, rules=rules, draft_lens=lens).cpu()
+    for b, n in enumerate(lens.tolist()):
+        assert torch.equal(got[b, : n + 1], want[b, : n + 1]), f"request {b}"
+    own = replace(rules, mask=rules.mask[:, 3:4]) if has_mask else rules
+    assert torch.equal(
+        call(ops.apply_logit_rules, logits[:, 3:4], drafts[:, :3], rules=own, first=3).cpu(), want[:, 3:4]
+    )
+
+
+for _name, _options in {"mask": {}, **RULES}.items():
+    for _dtype in ("fp32", "bf16"):
+        _arguments = (_options, _name in ("mask", "all"), DTYPES[_dtype], 5003, 30)
+        CHECKS[f"rules-{_name}-{_dtype}"] = lambda a=_arguments: check_rules(*a)
+CHECKS["rules-wide"] = lambda: check_rules(RULES["all"], True, torch.bfloat16, 151_936, 4)
 
 
 def check_ngram(vocab: int, capacity: int, rows: int) -> None:

@@ -14,10 +14,12 @@ import torch
 
 import specdec_triton
 from specdec_triton import SamplingParams, _library, ops
+from specdec_triton.logit_rules import LogitRules
 from specdec_triton.testing import batch_of, paged_case
 
 OPS = [
-    "append_kv", "compact_kv", "verify_attention", "accept_reject", "sample", "ngram_propose", "skinny_linear", "row_mean"
+    "append_kv", "compact_kv", "verify_attention", "accept_reject", "sample", "ngram_propose", "skinny_linear", "row_mean",
+    "apply_logit_rules",
 ]  # fmt: skip
 
 
@@ -120,6 +122,9 @@ def calls():
         "ngram_propose": lambda **b: ops.ngram_propose(torch.tensor([[1, 1]]), torch.tensor([2]), 2, **b),
         "skinny_linear": lambda **b: ops.skinny_linear(logits[0], logits[0], **b),
         "row_mean": lambda **b: ops.row_mean(logits[0], **b),
+        "apply_logit_rules": lambda **b: ops.apply_logit_rules(
+            logits, torch.tensor([[1, 2]]), rules=LogitRules(torch.tensor([1])), **b
+        ),
     }
 
 

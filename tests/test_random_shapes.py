@@ -1,4 +1,4 @@
-"""Any shape: the paged ops and the n-gram search on problems that nobody chose."""
+"""Any shape: the paged ops, the n-gram search and the rules of logits on problems that nobody chose."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from rules_oracle import ruled
 from test_ngram_propose import search
 
-from specdec_triton import ops
+from specdec_triton import SamplingParams, ops
 from specdec_triton.interpreter import counted
+from specdec_triton.logit_rules import LogitRules
 from specdec_triton.testing import FP8, GARBAGE, attention_oracle, lay_out, paged_case
 
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-OP = "verify_attention"  # the other two ops have kernels as well
+OP = "verify_attention"  # the others have kernels as well
 EXAMPLES = {"torch": 25, "triton": 10}
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 
@@ -153,5 +155,57 @@ def test_ngram_propose(backend):
         want = [search(text, k, low, low + more) for text in texts]
         assert drafts.tolist() == [right + [-1] * (k - len(right)) for right in want]
         assert found.tolist() == [len(right) for right in want]
+
+    check()
+
+
+@st.composite
+def rule_problems(draw):
+    """A vocabulary, each request's rules, prompt, output, drafts and draft length, and the first row."""
+    vocab, count = draw(st.integers(1, 70)), draw(st.integers(0, 5))
+    ids = st.integers(0, vocab - 1)
+    some = st.lists(ids, max_size=4)
+    rules = st.fixed_dictionaries(
+        {},
+        optional={
+            "repetition_penalty": st.floats(0.5, 2.0),
+            "presence_penalty": st.floats(-2.0, 2.0),
+            "frequency_penalty": st.floats(-2.0, 2.0),
+            "logit_bias": st.dictionaries(ids, st.floats(-5.0, 5.0), max_size=4),
+            "banned_token_ids": some,
+            "allowed_token_ids": st.lists(ids, min_size=1, max_size=4),
+            "min_new_tokens": st.integers(1, 12),
+            "stop_token_ids": some,
+            "no_repeat_ngram_size": st.integers(1, 5),
+        },
+    ).filter(lambda x: not {*x.get("allowed_token_ids", [-1])} <= {*x.get("banned_token_ids", [])})
+    text = st.lists(st.integers(0, min(vocab - 1, 2)), max_size=12)  # few kinds of tokens: n-grams repeat
+    drafts = st.lists(st.integers(-1, min(vocab, 2)), min_size=count, max_size=count)
+    request = st.tuples(rules, text.filter(bool), text, drafts, st.integers(0, count))
+    return vocab, draw(st.lists(request, min_size=1, max_size=3)), draw(st.integers(0, count)), draw(st.booleans())
+
+
+def test_apply_logit_rules(backend):
+    """Each row that is not past its draft, a token at a time from the definition."""
+
+    @examples(backend)
+    @given(rule_problems())
+    def check(problem):
+        vocab, requests, first, has_lens = problem
+        rules, prompts, outputs, drafts, lens = (list(x) for x in zip(*requests, strict=True))
+        params = [SamplingParams(**x) for x in rules]
+        given_rules = LogitRules.from_params(params, prompts, outputs, vocab)
+        count = len(drafts[0])
+        logits = torch.randn(len(requests), count + 1 - first, vocab)
+        with watched(backend):
+            out = ops.apply_logit_rules(
+                logits, torch.tensor(drafts, dtype=torch.int64).view(len(drafts), count), rules=given_rules,
+                draft_lens=torch.tensor(lens) if has_lens else None, first=first, backend=backend,
+            )  # fmt: skip
+        for b, length in enumerate(lens if has_lens else [count] * len(lens)):
+            for drafted in range(first, length + 1):
+                row = drafted - first
+                want = ruled(logits[b, row], params[b], prompts[b], [*outputs[b], *drafts[b][:drafted]])
+                torch.testing.assert_close(out[b, row].double(), want, rtol=1e-5, atol=1e-5)
 
     check()

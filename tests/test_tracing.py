@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specdec_triton import ops
+from specdec_triton import SamplingParams, ops
 from specdec_triton._library import why_not_triton
 from specdec_triton.interpreter import counted
+from specdec_triton.logit_rules import LogitRules
 from specdec_triton.reference.accept_reject import METHODS
 from specdec_triton.testing import batch_of, paged_case, toy_model
 from specdec_triton.tracing import HostSyncError, Trace
@@ -137,10 +138,15 @@ def own_ops(to):
         batch = batch_of(2, **filters)
         return ops.SamplingBatch(*(to(x) if isinstance(x, torch.Tensor) else x for x in vars(batch).values()))
 
+    def rule(**rules):
+        given = LogitRules.from_params([SamplingParams(**rules)] * 2, [[1, 2]] * 2, [[3]] * 2, 20)
+        given = LogitRules(*(to(x) if isinstance(x, torch.Tensor) else x for x in vars(given).values()))
+        return lambda backend: ops.apply_logit_rules(logits, drafts, rules=given, backend=backend)
+
     def accept(given, method, q=None):
         return lambda backend: ops.accept_reject(drafts, logits, q, params=given, method=method, backend=backend)
 
-    plain, filtered = params(), params(top_k=3)
+    plain, filtered, typical = params(), params(top_k=3), params(typical_p=0.5)
     calls = {
         "append_kv": (lambda backend: ops.append_kv(k, v, k_cache, v_cache, table, context, lens, backend=backend), 1),
         "compact_kv": (lambda backend: ops.compact_kv(k_cache, v_cache, table, context, path, backend=backend), 1),
@@ -150,6 +156,10 @@ def own_ops(to):
         "row_mean": (lambda backend: ops.row_mean(logits[0], backend=backend), 1),
         "sample": (lambda backend: ops.sample(logits[:, 0], params=plain, backend=backend), 2),
         "sample-filtered": (lambda backend: ops.sample(logits[:, 0], params=filtered, backend=backend), 4),
+        "sample-typical-p": (lambda backend: ops.sample(logits[:, 0], params=typical, backend=backend), 4),
+        "coupled-typical-p": (accept(typical, "coupled"), 4),
+        "rules": (rule(frequency_penalty=0.5, min_new_tokens=2, logit_bias={3: 1.0}), 1),
+        "rules-n-gram": (rule(no_repeat_ngram_size=2), 2),
     }
     for method in METHODS:
         few = 2 if method in ("greedy", "coupled") else 3

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specdec_triton.audit.cases.base import Case
 from specdec_triton.audit.compile import Compiled, compile_all
-from specdec_triton.audit.matrix import Case
 from specdec_triton.audit.occupancy import occupancy
 from specdec_triton.audit.record import Binary, record
 from specdec_triton.audit.traffic import Traffic

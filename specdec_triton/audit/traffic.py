@@ -79,15 +79,36 @@ def copy_rows(batch: int, rows: int, kv_heads: int, dim: int, kv_itemsize: int) 
     return Traffic(*[4 * batch * rows * kv_heads * dim * kv_itemsize] * 2)
 
 
-def sample(batch: int, vocab: int, itemsize: int, *, filters: bool) -> Traffic:
+def apply_logit_rules(
+    batch: int, rows: int, vocab: int, itemsize: int, *, penalties: bool, bias: bool, mask: bool, text: int = 0
+) -> Traffic:
+    """Every row once, what it becomes, its mask, and counts and biases once for each row instead of once for its request.
+    With ``text``, the length of texts in which n-grams must not repeat, each row reads that too; bans are few.
+    """
+    table = batch * vocab * FP32 * (penalties + bias)
+    texts = batch * text * 8
+    own = batch * rows * (vocab * (itemsize + FP32) + (-(-vocab // 32) * 4 if mask else 0))
+    return Traffic(moved=own + rows * (table + texts), floor=own + table + texts)
+
+
+def sample(batch: int, vocab: int, itemsize: int, *, filters: bool, typical: bool = False) -> Traffic:
     """The row once; with filters its group maxima are written, and read again for the cut. The candidates that the cut is searched
-    among, few as a rule, are left out."""
+    among, few as a rule, are left out; ``typical``: typical-p is the only filter, and all groups are candidates."""
     row = batch * vocab * itemsize
-    return Traffic(moved=row + _maxima(batch, vocab, filters), floor=row)
+    return Traffic(moved=row + batch * _filtering(vocab, itemsize, filters, typical), floor=row)
 
 
 def accept_reject(
-    batch: int, k: int, vocab: int, itemsize: int, *, method: str, has_draft: bool, has_lse: bool, filters: bool
+    batch: int,
+    k: int,
+    vocab: int,
+    itemsize: int,
+    *,
+    method: str,
+    has_draft: bool,
+    has_lse: bool,
+    filters: bool,
+    typical: bool = False,
 ) -> Traffic:
     """Statistics read every target row once, and the draft rows where their log-sum-exp or cut is to be found. A method that
     draws then reads the row that it draws from again, target's and drafter's; ``block``, which weighs the residuals of all
@@ -104,13 +125,18 @@ def accept_reject(
     elif method not in ("greedy", "coupled"):
         drawn = 2 if has_draft else 1
     drafts = 0 if not has_draft else 1 if has_lse and not weighs_all else k
-    moved = row * (summed + drawn) + summed * _maxima(batch, vocab, filters)
+    moved = row * (summed + drawn) + batch * summed * _filtering(vocab, itemsize, filters, typical)
     return Traffic(moved, floor=row * (k + 1 + drafts))
 
 
-def _maxima(batch: int, vocab: int, filters: bool) -> int:
-    """Bytes of one row's group maxima, written and read."""
-    return 2 * batch * -(-vocab // GROUP) * FP32 if filters else 0
+def _filtering(vocab: int, itemsize: int, filters: bool, typical: bool) -> int:
+    """Bytes of one row's filters: the group maxima, written and read. Typical-p alone reads all groups in each step, of which there are
+    about as many as V has bits (V = 49,152, normal logits: 13 in bf16, 19 in fp32), before them for the mean, and for the winner."""
+    if not filters:
+        return 0
+    groups = -(-vocab // GROUP)
+    searched = (vocab.bit_length() + 2) * (vocab * itemsize + groups * FP32) if typical else 0
+    return 2 * groups * FP32 + searched
 
 
 class LinearTiles(NamedTuple):

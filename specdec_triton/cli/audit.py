@@ -22,7 +22,7 @@ occupancy; tensor-core instructions; the share of global loads that are 128 bits
 many times the floor (inputs and outputs once) that is, and the time predicted from the chip's bandwidth alone.
 
 Exit status 1: a kernel that does not compile, spills, needs more shared memory than the chip has, recompiles as lengths,
-T, B or V change, or an attention kernel without tensor-core instructions."""
+T, B or V change, or a matrix product (attention, linear layers) without tensor-core instructions."""
 
 # As in kernels/_config.py, which needs torch.
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return _without_interpreter(args)
 
-    from specdec_triton.audit.matrix import cases
+    from specdec_triton.audit.cases import cases
     from specdec_triton.audit.report import as_json, as_markdown, as_text, audit
     from specdec_triton.kernels._config import CHIPS
 

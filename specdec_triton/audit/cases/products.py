@@ -1,0 +1,63 @@
+"""Linear layers, and means of rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from specdec_triton import ops
+from specdec_triton.audit import traffic
+from specdec_triton.audit.cases.base import LAYERS, Case, Size, meta, name_of
+from specdec_triton.audit.traffic import Traffic
+
+if TYPE_CHECKING:
+    from specdec_triton.kernels._config import Chip
+
+# Rows of a product are B * T.
+_PASSES = (Size(8, 5, 0), Size(1, 1, 0), Size(1, 5, 0), Size(1, 8, 0), Size(3, 1, 0), Size(64, 8, 0), Size(4, 600, 0))
+
+
+def cases() -> list[Case]:
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    return [
+        *(_linear(model, layer, bf16) for model in LAYERS for layer in LAYERS[model] if model != "gpt2"),
+        *(_linear("llama3-8b", layer, dtype) for dtype in (fp16, fp32) for layer in ("kv", "gate", "down", "head")),
+        *(_linear("smollm2-135m", layer, dtype) for dtype in (fp16, fp32) for layer in LAYERS["smollm2-135m"]),
+        *(_linear("qwen3-0.6b", layer, bf16, has_bias=True) for layer in ("q", "o")),
+        *(_linear("gpt2", "qkv", dtype, has_bias=True, transposed=True) for dtype in (bf16, fp32)),
+        *(_linear("gpt2", "head", dtype) for dtype in (bf16, fp16, fp32)),
+        *(_mean(width, bf16) for width in (128, 576, 4096)),
+        *(_mean(width, fp32) for width in (128, 576, 4096, 14336)),
+    ]
+
+
+def _linear(model: str, layer: str, dtype: torch.dtype, *, has_bias: bool = False, transposed: bool = False) -> Case:
+    n, k = LAYERS[model][layer]
+
+    def call(size: Size) -> None:
+        x = meta(size.batch * size.steps, k, dtype=dtype)
+        weight = meta(k, n, dtype=dtype).t() if transposed else meta(n, k, dtype=dtype)
+        ops.skinny_linear(x, weight, meta(n, dtype=dtype) if has_bias else None, backend="triton")
+
+    def moved(chip: Chip) -> Traffic:
+        from specdec_triton.kernels._config import linear_config
+
+        config = linear_config(n, k, dtype, chip)
+        tiles = traffic.LinearTiles(config.block_m, config.block_n, config.splits)
+        return traffic.skinny_linear(_PASSES[0].batch * _PASSES[0].steps, n, k, dtype.itemsize, tiles, bias=has_bias)
+
+    kind = name_of(dtype) + (" bias" if has_bias else "") + (" transposed" if transposed else "")
+    quick = model == "llama3-8b" and layer in ("kv", "gate") and dtype == torch.bfloat16
+    return Case("skinny_linear", f"{model} {layer} {kind}", call, moved, _PASSES, dtype != torch.float32, quick)
+
+
+def _mean(width: int, dtype: torch.dtype) -> Case:
+    def call(size: Size) -> None:
+        ops.row_mean(meta(size.batch * size.steps, width, dtype=dtype), backend="triton")
+
+    def moved(chip: Chip) -> Traffic:
+        return traffic.row_mean(_PASSES[0].batch * _PASSES[0].steps, width, dtype.itemsize)
+
+    quick = width == 4096 and dtype == torch.float32
+    return Case("row_mean", f"D = {width} {name_of(dtype)}", call, moved, _PASSES, quick=quick)
