@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specdec_triton._versions import version
 from specdec_triton.audit.cases.base import Case
 from specdec_triton.audit.compile import Compiled, compile_all
 from specdec_triton.audit.occupancy import occupancy
@@ -193,15 +194,18 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def as_markdown(rows: Sequence[Row], chip: Chip) -> str:
-    """The chip's table for the README, between its markers."""
+    """The page kernels/AUDIT.md, of one chip."""
     lines = [
-        "<!-- audit table -->",
+        f"# What the kernels compile to on {chip.arch}",
+        "",
+        f"`specdec-triton audit --arch {chip.arch} --markdown` made this page, with triton {version('triton')}. Times are predictions"
+        f" from bytes and {chip.product}'s {chip.bandwidth} GB/s, not measurements; each is of the case's first size.",
+        "",
         "| " + " | ".join(HEADINGS) + " |",
         "| --- | --- |" + " ---: |" * (len(HEADINGS) - 2),
     ]
     lines += ["| " + " | ".join(row) + " |" for row in _cells_of(rows, chip.arch)]
-    lines.append(f"\nPredicted from {chip.product}'s {chip.bandwidth} GB/s, not measured.")
-    return "\n".join([*lines, "<!-- end of audit table -->"]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _cells_of(rows: Sequence[Row], arch: str) -> list[tuple[str, ...]]:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print one JSON object")
-    shape.add_argument("--markdown", action="store_true", help="print the table of one chip for the README")
+    shape.add_argument("--markdown", action="store_true", help="print kernels/AUDIT.md, the page of one chip")
 
 
 def run(args: argparse.Namespace) -> int:
