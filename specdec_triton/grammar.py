@@ -56,21 +56,25 @@ class Matcher:
     def walk(self, drafts: Sequence[int], masks: torch.Tensor) -> None:
         """Fill the masks of the row before each draft and of the one after the last.
 
-        Behind a draft that may not come, or that completes the text, no row will count: those keep what they hold.
+        Behind a draft that may not come, or that completes the text, no row will count: those keep what they hold. Where the
+        matcher fails behind a draft, nothing may come.
 
         Args:
             masks: int32 ``[K+1,ceil(V/32)]``.
         """
-        taken = 0
+        known = taken = 0  # rows that are filled, drafts that are accepted
         try:
-            for t in range(len(drafts) + 1):
-                if self._matcher.is_terminated():
-                    break
-                if not self._matcher.fill_next_token_bitmask(masks, t):
-                    masks[t] = -1
-                if t == len(drafts) or not self._matcher.accept_token(drafts[t]):
+            while not self._matcher.is_terminated():
+                if not self._matcher.fill_next_token_bitmask(masks, known):
+                    masks[known] = -1
+                known += 1
+                if known > len(drafts) or not self._matcher.accept_token(drafts[taken]):
                     break
                 taken += 1
+        except Exception:
+            if known == 0:
+                raise
+            masks[known:] = 0
         finally:
             if taken:
                 self._matcher.rollback(taken)

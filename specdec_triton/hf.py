@@ -273,7 +273,7 @@ class _Batch:
             rest: Sequence[Any] = processors
             rules: dict[str, Any] = {}
             if len(prompt) == self._input_ids.shape[1]:  # plain decoding takes padding for text
-                rest, rules = split_rules(processors, len(prompt), stop_ids, budget)
+                rest, rules = split_rules(processors, len(prompt), stop_ids, budget, self._decoder.target.vocab_size)
             shown = [ForRow(rest, self._input_ids, row, len(prompt))] if rest else []
             params = SamplingParams(
                 **sampling,

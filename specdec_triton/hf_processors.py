@@ -45,7 +45,7 @@ _KNOW_ALL_ROWS = (EncoderRepetitionPenaltyLogitsProcessor, EncoderNoRepeatNGramL
 
 
 def split_rules(
-    processors: Sequence[Any], prompt_tokens: int, stop_ids: set[int], most: int
+    processors: Sequence[Any], prompt_tokens: int, stop_ids: set[int], most: int, vocab_size: int
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     """Split the processors of a row without padding into the leading ones that are logit rules, as parameters, and the rest.
 
@@ -56,21 +56,23 @@ def split_rules(
     """
     rules: dict[str, Any] = {}
     for i, processor in enumerate(processors):
-        rule = _as_rule(processor, prompt_tokens, stop_ids, most)
+        rule = _as_rule(processor, prompt_tokens, stop_ids, most, vocab_size)
         if rule is None or (rule.keys() & rules.keys()):
             return processors[i:], rules
         rules |= rule
     return [], rules
 
 
-def _as_rule(processor: Any, prompt_tokens: int, stop_ids: set[int], most: int) -> dict[str, Any] | None:
+def _as_rule(
+    processor: Any, prompt_tokens: int, stop_ids: set[int], most: int, vocab_size: int
+) -> dict[str, Any] | None:
     kind = type(processor)
     if kind is RepetitionPenaltyLogitsProcessor and getattr(processor, "prompt_ignore_length", None) is None:
-        return {"repetition_penalty": processor.penalty}
+        return {"repetition_penalty": processor.penalty} if 1e-30 < processor.penalty < 1e30 else None  # in fp32, too
     if kind is NoRepeatNGramLogitsProcessor:
         return {"no_repeat_ngram_size": processor.ngram_size}
     if kind is SuppressTokensLogitsProcessor:
-        return {"banned_token_ids": processor.suppress_tokens.tolist()}
+        return {"banned_token_ids": [token for token in processor.suppress_tokens.tolist() if 0 <= token < vocab_size]}
     if kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
         least = processor.min_length - prompt_tokens if kind is MinLengthLogitsProcessor else processor.min_new_tokens
         from_here = kind is MinLengthLogitsProcessor or processor.prompt_length_to_skip == prompt_tokens

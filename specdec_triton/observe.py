@@ -154,11 +154,17 @@ class Observation:
                 ours = run(split)
             except Exception as error:
                 raise _refuse(adapter.model, f"a pass over the paged cache failed: {error}") from error
-            distance = (ours.float() - own.float()).abs().amax(-1) / own.float().abs().amax(-1).clamp(min=1e-30)
-            distance = distance[first:]
+            distance = _distance(ours.float(), own.float())[first:]
             allowed = 1e-4 if self.dtype == torch.float32 else 0.1
             if not float(distance.median()) < allowed:  # a NaN fails too; the median forgives one flipped expert
                 raise _refuse(adapter.model, f"{reason} (relative difference {float(distance.median()):.2g})")
+
+
+def _distance(ours: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """How far rows of logits lie apart, by the largest of the row's numbers; columns that both mask with -inf count as equal."""
+    masked = (own == float("-inf")) & (ours == float("-inf"))
+    ours, own = (x.masked_fill(masked, 0.0) for x in (ours, own))
+    return (ours - own).abs().amax(-1) / own.abs().amax(-1).clamp(min=1e-30)
 
 
 def attention_configs(model: Any) -> list[Any]:

@@ -15,6 +15,7 @@ MAX_DRAFT_TOKENS = 63  # a verify pass has at most 64 rows a request: one bit ea
 MAX_LOGPROBS = 20
 _SEED_LIMIT = 1 << 63
 _LARGEST_FLOAT32 = 3.4028234663852886e38
+_SMALLEST_FLOAT32 = 1.1754943508222875e-38  # below, 1 / x overflows
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class SamplingParams:
             ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
             (
                 "repetition_penalty",
-                _number(self.repetition_penalty, 0, _LARGEST_FLOAT32) and self.repetition_penalty > 0,
+                _number(self.repetition_penalty, _SMALLEST_FLOAT32, _LARGEST_FLOAT32),
                 "a finite number above 0 (1: off)",
             ),
             ("presence_penalty", _number(self.presence_penalty), "a finite number (0: off)"),

@@ -483,3 +483,19 @@ def test_decoders_of_one_model_in_several_threads():
             assert list(pool.map(decode, order)) == [want[i] for i in order]
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_a_model_that_masks_its_padding():
+    """Columns of -inf are no difference; a model that masks other columns over paged KV is still found out."""
+    model = toy_model()
+    head, forward = model.lm_head, model.lm_head.forward
+    head.forward = lambda x: forward(x).index_fill(-1, torch.arange(90, 97), -torch.inf)
+    prompt = [3, 5, 7]
+    drafter = random_drafts([prompt + plain_greedy(model, prompt, 8)])
+    params = SamplingParams(temperature=0, max_new_tokens=8)
+    out = SpeculativeDecoder(model, drafter, exact=False).generate([prompt], params)[0]
+    assert out.token_ids == plain_greedy(model, prompt, 8)
+    calls = iter(range(100))
+    head.forward = lambda x: forward(x).index_fill(-1, torch.tensor([90 + next(calls)]), -torch.inf)
+    with pytest.raises(UnsupportedModelError, match="differ from its own forward pass"):
+        ModelAdapter(model)

@@ -221,6 +221,23 @@ def test_masked_logits_stay_masked(backend):
     assert out[0, 0, 2] == 1.0
 
 
+def test_a_banned_token_is_masked_whatever_its_logit(backend):
+    """By a mask, by the text's least length, by an n-gram."""
+    logits = torch.tensor([[[NAN, NAN, NAN, 1.0]]])
+    params = [SamplingParams(min_new_tokens=1, stop_token_ids=[0], no_repeat_ngram_size=1)]
+    rules = LogitRules.from_params(params, [[1]], [[]], 4)
+    rules.mask = torch.tensor([[[0b1011]]], dtype=torch.int32)
+    out = ops.apply_logit_rules(logits, torch.zeros(1, 0, dtype=torch.int64), rules=rules, backend=backend)
+    assert out.tolist() == [[[-INF, -INF, -INF, 1.0]]]
+
+
+def test_penalties_of_an_empty_text(backend):
+    rules = LogitRules.from_params([SamplingParams(presence_penalty=1.0)], [[]], [[]], 5)
+    logits = torch.randn(1, 2, 5)
+    out = ops.apply_logit_rules(logits, torch.tensor([[-1]]), rules=rules, backend=backend)
+    assert torch.equal(out, logits)
+
+
 def good():
     logits, drafts = case()
     return {"logits": logits, "draft_tokens": drafts, "rules": rules_of([SamplingParams(**RULES["all"])] * 4)}

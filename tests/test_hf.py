@@ -535,6 +535,7 @@ AS_RULES = {
     "part-of-the-prompt": ([RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=2)], 1, {}),
     "ngrams": ([NoRepeatNGramLogitsProcessor(3)], 0, {"no_repeat_ngram_size": 3}),
     "suppressed": ([SuppressTokensLogitsProcessor([4, 5])], 0, {"banned_token_ids": [4, 5]}),
+    "suppressed-foreign": ([SuppressTokensLogitsProcessor([4, -1, 50])], 0, {"banned_token_ids": [4]}),
     "min-new": ([MinNewTokensLengthLogitsProcessor(6, 4, [9, 7])], 0, {"min_new_tokens": 4}),
     "min-length": ([MinLengthLogitsProcessor(8, [9, 7])], 0, {"min_new_tokens": 2}),
     "min-length-reached": ([MinLengthLogitsProcessor(3, [9, 7])], 0, {"min_new_tokens": 0}),
@@ -555,7 +556,7 @@ AS_RULES = {
 @pytest.mark.parametrize(("processors", "left", "rules"), AS_RULES.values(), ids=AS_RULES)
 def test_processors_that_are_rules(processors, left, rules):
     """Those at the front, with a prompt of six tokens and twenty new ones at most."""
-    assert split_rules(processors, 6, STOPS, 20) == (processors[len(processors) - left :], rules)
+    assert split_rules(processors, 6, STOPS, 20, 50) == (processors[len(processors) - left :], rules)
 
 
 # What cannot be honoured.

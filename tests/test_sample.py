@@ -308,7 +308,7 @@ BAD_PARAMS = {
     "typical_p": [-0.1, 1.1, NAN],
     "min_new_tokens": [-1, 129, 1.5],
     "stop_strings": [[""], [3], "", 7],
-    "repetition_penalty": [0.0, -1.0, INF, NAN, "1"],  # faults.md H5
+    "repetition_penalty": [0.0, -1.0, INF, NAN, "1", 1e-50],  # faults.md H5
     "presence_penalty": [INF, NAN, None],
     "frequency_penalty": [-INF, NAN, True],
     "logit_bias": [{-1: 0.0}, {1: INF}, {1: NAN}, {1: "a"}, [1, 2], {1.5: 0.0}],

@@ -7,6 +7,7 @@ grammars; H7: log-probabilities.
 from __future__ import annotations
 
 import random
+import warnings
 from functools import lru_cache
 
 import pytest
@@ -19,6 +20,7 @@ from specdec_triton.testing import (
     TOY_VOCAB,
     always_right,
     always_wrong,
+    assert_follows,
     batch_of,
     own_logits,
     random_drafts,
@@ -139,6 +141,16 @@ def test_drafts_follow_the_rules_too(mode):
         assert stats.acceptance_rate == 1.0
 
 
+def test_a_rule_that_leaves_a_smaller_drafter_nothing():
+    """It drafts nothing, and is not said to be broken."""
+    small = DraftModel(toy_model(seed=1, vocab_size=80))
+    params = SamplingParams(temperature=0, allowed_token_ids=[90, 91, 92], max_new_tokens=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = decoder(drafter=small).generate([PROMPT], params)[0]
+    assert (out.finish_reason, out.stats.drafted) == ("length", 0)
+
+
 def test_counts_are_those_of_the_committed_text():
     """faults.md H3: after any round, whatever was drafted and rejected."""
     params = SamplingParams(temperature=0, presence_penalty=0.5, max_new_tokens=NEW)
@@ -161,6 +173,10 @@ def test_counts_are_those_of_the_committed_text():
         ({"allowed_token_ids": [1, 10**6]}, "hold the token id 1000000"),
         ({"banned_token_ids": [500]}, "hold the token id 500"),
         ({"stop_strings": ["x"]}, "stop_strings needs the tokenizer"),
+        (
+            {"grammar": lambda: Words([[]], END).ended()},
+            "grammar must be one that makes a new matcher for each request",
+        ),
         ({"grammar": lambda: 3}, "grammar gave no matcher: TypeError: a matcher needs"),
         ({"grammar": lambda: 1 / 0}, "grammar gave no matcher: ZeroDivisionError"),
     ],
@@ -182,6 +198,105 @@ def test_rules_that_leave_nothing():
     assert (bad.token_ids, bad.finish_reason) == ([9], "error")
     assert "after the request's own rules" in bad.error
     assert good.token_ids == text_of("nothing", False)[:5]
+
+
+# Where plain decoding never comes.
+
+
+DEAD_ENDS = {
+    "nothing-left-after-a-stop": {
+        "no_repeat_ngram_size": 1,
+        "allowed_token_ids": [11, 12, 13, 20],
+        "stop_token_ids": [20],
+    },
+    "nothing-left": {"no_repeat_ngram_size": 1, "allowed_token_ids": range(11, 16)},
+}
+
+
+@MODES
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("rules", DEAD_ENDS.values(), ids=DEAD_ENDS)
+def test_dead_ends_behind_drafts(rules, sampling, mode):
+    """A row behind drafts that leaves no token says nothing of the tokens before it: the text ends where plain decoding's does."""
+    params = SamplingParams(**rules, **sampling, max_new_tokens=NEW)
+    plain = decoder(mode).generate([PROMPT], params)[0]
+    for drafter in (
+        always_right([PROMPT + plain.token_ids + [11, 12]]),
+        always_right([PROMPT + [t] * 9 for t in range(11, 21)]),
+    ):
+        for drafts in (drafter, DraftModel(target().model), random_drafts([PROMPT + plain.token_ids])):
+            out = decoder(mode, drafts, 6).generate([PROMPT], params)[0]
+            assert (out.token_ids, out.finish_reason, out.error) == (plain.token_ids, plain.finish_reason, plain.error)
+
+
+@MODES
+@pytest.mark.parametrize("method", ["rejection", "block"])
+def test_distribution_beside_dead_ends(method, mode):
+    """What stands behind a draft that leads nowhere has no influence on whether that draft is accepted."""
+    rules = {"no_repeat_ngram_size": 1, "allowed_token_ids": [11, 12, 13], "temperature": 3.0, "max_new_tokens": 2}
+    engine = decoder(mode, DraftModel(toy_model(seed=1)), 3, method=method, max_batch_size=64)
+    outputs = engine.generate([PROMPT] * 2000, SamplingParams(**rules, stop_token_ids=[12]))
+    first = own_logits(target().model, PROMPT)[-1]
+    expected = {}
+    for i in (11, 13):
+        for j in {11, 12, 13} - {i}:
+            second = own_logits(target().model, [*PROMPT, i])[-1]
+            others = torch.tensor([x for x in (11, 12, 13) if x != i])
+            p = (first[[11, 12, 13]] / 3).softmax(0)[i - 11] * (second[others] / 3).softmax(0)[others.tolist().index(j)]
+            expected[(i, j)] = p.item()
+    expected[(12,)] = (first[[11, 12, 13]] / 3).softmax(0)[1].item()
+    texts = sorted(expected)
+    counts = torch.tensor([texts.index(tuple(out.token_ids)) for out in outputs])
+    assert_follows(counts, torch.tensor([expected[text] for text in texts]))
+
+
+def test_a_token_that_breaks_the_model():
+    """Drafted, never chosen: the logits behind it are no numbers, and nobody minds."""
+    model = toy_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[64] = float("nan")
+    params = SamplingParams(temperature=0, banned_token_ids=[64], max_new_tokens=NEW)
+    likely = SamplingParams(temperature=0, logit_bias={9: 2.0}, max_new_tokens=NEW)
+    broken = always_right([PROMPT + [64] * NEW])
+    for one in (params, likely):
+        plain, drafted = (
+            SpeculativeDecoder(model, drafter, exact=False, adaptive=False).generate([PROMPT], one)[0]
+            for drafter in (None, broken)
+        )
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.finish_reason == plain.finish_reason
+
+
+@MODES
+def test_processors_that_fail_where_plain_decoding_never_comes(mode):
+    want = text_of("nothing", False)
+
+    def strict(history, scores):
+        text = history[0, len(PROMPT) :].tolist()
+        if text != want[: len(text)]:
+            raise LookupError(text)
+        return scores
+
+    params = SamplingParams(temperature=0, logits_processors=[strict], max_new_tokens=NEW)
+    for drafter in (always_wrong([PROMPT + want]), random_drafts([PROMPT + want]), always_right([PROMPT + want])):
+        out = decoder(mode, drafter).generate([PROMPT], params)[0]
+        assert (out.token_ids, out.error) == (want, None)
+
+
+@MODES
+def test_a_prompt_that_is_still_processed_beside_rules(mode):
+    """Its text is longer than any that is decoded; nobody's rules look at it."""
+    prompts = [PROMPT, [5 + i % 60 for i in range(90)]]
+    for name in ("no-repeat-2", "frequency"):
+        for second in ("nothing", name):
+            params = [params_of(name, GREEDY), params_of(second, GREEDY)]
+            engine = decoder(mode, DraftModel(target().model))
+            engine._loop.scheduler.chunk = 16
+            alone = [
+                decoder(mode).generate([prompt], one)[0].token_ids for prompt, one in zip(prompts, params, strict=True)
+            ]
+            assert [out.token_ids for out in engine.generate(prompts, params)] == alone
+            assert engine._loop.drafting.on
 
 
 # Log-probabilities.
@@ -323,6 +438,10 @@ class Words:
     def is_terminated(self):
         return self._end in self._text
 
+    def ended(self):
+        self._text.append(self._end)
+        return self
+
 
 END = 96
 WORDS = [[11, 12, 13, 14], [11, 12, 20], [11, 30, 31, 32, 33, 34], [40]]
@@ -372,6 +491,59 @@ def test_grammars_of_some_requests_only(mode):
     assert outputs[-1].finish_reason == "error"
     assert "the grammar failed: RuntimeError: no way back" in outputs[-1].error
     assert engine.free_pages == engine.num_pages
+
+
+class Fragile(Words):
+    """Fails after a certain text: at the mask there, or when a token is taken."""
+
+    where, after = "fill", [11, 12]
+
+    def fill_next_token_bitmask(self, bitmask, index=0):
+        if self.where == "fill" and self._text == self.after:
+            raise RuntimeError("cannot say")
+        return super().fill_next_token_bitmask(bitmask, index)
+
+    def accept_token(self, token_id):
+        if self.where == "accept" and self._text == self.after:
+            raise RuntimeError("cannot take")
+        return super().accept_token(token_id)
+
+
+@MODES
+@pytest.mark.parametrize("where", ["fill", "accept"])
+@pytest.mark.parametrize("drafted", range(len(WORDS)))
+def test_grammars_that_fail_somewhere(drafted, where, mode):
+    """A failure ends the text where it ends without drafts, or not at all if the text does not come there."""
+
+    class Here(Fragile):
+        pass
+
+    Here.where = where
+    for bias in ({}, {30: 60.0}, {40: 60.0}):
+        params = SamplingParams(
+            grammar=lambda: Here(WORDS, END), temperature=0, logit_bias={11: 30.0, 12: 30.0} | bias, max_new_tokens=NEW
+        )
+        plain = decoder(mode).generate([PROMPT], params)[0]
+        out = decoder(mode, always_right([PROMPT + WORDS[drafted] + [END]]), 5).generate([PROMPT], params)[0]
+        assert (out.token_ids, out.finish_reason, out.error) == (plain.token_ids, plain.finish_reason, plain.error)
+
+
+@MODES
+def test_matchers_that_lie(mode):
+    """A token that the mask allowed and the matcher refuses is not part of the text, whatever was drafted."""
+
+    class Liar(Words):
+        def fill_next_token_bitmask(self, bitmask, index=0):
+            return False
+
+    params = SamplingParams(grammar=lambda: Liar(WORDS, END), temperature=0, max_new_tokens=NEW)
+    plain = decoder(mode).generate([PROMPT], params)[0]
+    assert (plain.token_ids, plain.finish_reason) == ([], "error")
+    assert "refuses the token 64, which its mask had allowed" in plain.error
+    steered = SamplingParams(grammar=lambda: Liar(WORDS, END), temperature=0, logit_bias={11: 90.0}, max_new_tokens=NEW)
+    for drafter in (None, always_right([[*PROMPT, 11, 11, 11]])):
+        out = decoder(mode, drafter).generate([PROMPT], steered)[0]
+        assert (out.token_ids, out.finish_reason) == ([11], "error")
 
 
 def test_a_grammar_and_the_other_rules_together():

@@ -152,11 +152,13 @@ class _Session(DraftSession):
         seen.copy_(torch.where(going, start + fed, seen))
 
         tokens, all_logits, all_lse = [], [], []
-        lens, finite = torch.zeros_like(limits), going
+        lens, drafting, failed = torch.zeros_like(limits), going, torch.zeros_like(going)
         for j in range(k):
             drawn, lse, drawn_from = round_.draw(logits[:, : self._vocab_size], j)
-            finite = finite & lse.isfinite()
-            lens += finite & (j < limits)
+            drafting = drafting & (j < limits)
+            failed = failed | (drafting & (lse.isnan() | (lse == float("inf"))))
+            drafting = drafting & lse.isfinite()  # -inf: its own vocabulary, or a rule, leaves nothing to draft
+            lens += drafting
             tokens.append(drawn)
             all_logits.append(drawn_from)
             all_lse.append(lse)
@@ -164,7 +166,7 @@ class _Session(DraftSession):
                 going = (limits > j + 1).int()
                 logits = self.adapter.forward(drawn[:, None], self._cache, table, seen, going)[:, 0]
                 seen += going
-        drafts = Drafts(torch.stack(tokens, 1), lens, failed=lens < limits)
+        drafts = Drafts(torch.stack(tokens, 1), lens, failed=failed)
         if round_.needs_logits:
             # Columns that the draft model lacks have probability zero.
             missing_columns = self._vocab_size - all_logits[0].shape[-1]

@@ -76,9 +76,14 @@ def make_matcher(params: SamplingParams) -> Matcher | None:
     if params.grammar is None:
         return None
     try:
-        return Matcher(params.grammar())
+        matcher = Matcher(params.grammar())
+        complete = matcher.complete
     except Exception as error:
         raise ValueError(f"grammar gave no matcher: {type(error).__name__}: {error}") from error
+    require(
+        not complete, "grammar", "one that makes a new matcher for each request", "a matcher whose text is complete"
+    )
+    return matcher
 
 
 def text_limit(prompt_tokens: int, max_new_tokens: int, max_seq_len: int | None) -> int:

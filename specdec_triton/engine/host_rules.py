@@ -21,6 +21,9 @@ Fail = Callable[[RequestHandle, str], None]
 class HostRules:
     """What the host has to do in one round for those of its requests that ask for it.
 
+    What fails in a row behind drafts ends nothing: plain decoding may never come there. The row becomes one that leaves no token,
+    and if the text does come there, it is the first row of a later round.
+
     Args:
         handles: some have a grammar or processors. first: the slot of the round's first row.
         fail: ends a request with an error; the others go on.
@@ -60,7 +63,7 @@ class HostRules:
         drafted = lens.tolist()
         for row, handle in processed:
             assert handle.slot is not None
-            text, name = self._slots.texts[handle.slot, : handle.length], ""
+            text, name, t = self._slots.texts[handle.slot, : handle.length], "", 0
             try:
                 for t in range(drafted[row] + 1):
                     history = torch.cat([text, tokens[row, :t]])[None]
@@ -71,27 +74,32 @@ class HostRules:
                         check_tensor(f"the logits of {name}", scores, (1, logits.shape[-1]), logits)
                     logits[row, t] = scores[0]
             except Exception as error:
+                if t > 0:
+                    logits[row, t] = float("-inf")
+                    continue
                 handle.exception = error
                 self._fail(handle, f"the logits processor {name} failed: {type(error).__name__}: {error}")
         return logits
 
 
 def end_of_text(handle: RequestHandle, tokens: Sequence[int]) -> tuple[int | None, str | None]:
-    """Which of the new tokens is the last one, for a reason that only the host can see, and what went wrong if something did.
+    """How many of the new tokens are the text's last ones, for a reason that only the host can see (None: it goes on), and
+    what went wrong if something did.
 
     A request's matcher accepts the tokens up to there.
     """
     stop = None if handle.stop_strings is None else handle.stop_strings.first(handle.token_ids, tokens)
+    end = None if stop is None else stop + 1
     if handle.matcher is None:
-        return stop, None
-    for i, token in enumerate(tokens if stop is None else tokens[: stop + 1]):
+        return end, None
+    for i, token in enumerate(tokens[:end]):
         try:
             accepted = handle.matcher.accept(token)
         except Exception as error:
             handle.exception = error
-            return max(i - 1, 0), f"the grammar failed: {type(error).__name__}: {error}"
+            return i, f"the grammar failed: {type(error).__name__}: {error}"
         if not accepted:
-            return max(i - 1, 0), f"the grammar refuses the token {token}, which its mask had allowed"
+            return i, f"the grammar refuses the token {token}, which its mask had allowed"
         if handle.matcher.complete:
-            return i, None
-    return stop, None
+            return i + 1, None
+    return end, None

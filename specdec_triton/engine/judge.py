@@ -11,6 +11,7 @@ from specdec_triton.drafters import Drafts
 from specdec_triton.engine.host_rules import HostRules
 from specdec_triton.engine.shapes import Shape
 from specdec_triton.engine.slots import Slots
+from specdec_triton.reference.logits import bad_rows
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
 
@@ -88,6 +89,34 @@ class Judge:
         if some is not None:
             params, methods = params.of(some), methods[some]
         logits = self._ruled(rows, some, shape, drafts, logits, host)
+        if shape.rules or host is not None:  # the logits are a copy of the target's
+            return self._up_to_dead_ends(shape, methods, drafts, logits, params)
+        result = self._by_methods(shape, methods, drafts, logits, params)
+        if self._reads and bool(result.status.any()):
+            return self._up_to_dead_ends(shape, methods, drafts, logits.clone(), params)
+        return result
+
+    def _up_to_dead_ends(
+        self, shape: Shape, methods: torch.Tensor, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch
+    ) -> ops.AcceptResult:
+        """A row that leaves no token (or is no number) behind a draft is not met unless that draft is accepted. Then the
+        drafts up to there are all that the request gets in this round, and the next one begins with that row, as plain
+        decoding would.
+
+        Args:
+            logits: ``[n,K+1,V]``, changed in place: what stands in such a row has no influence on the drafts before it.
+        """
+        step, largest = self._steps[: logits.shape[1]], logits.amax(-1)
+        bad = bad_rows(largest, params.temperature) & (step <= drafts.lens[:, None]) & (step > 0)
+        first = torch.where(bad, step, logits.shape[1]).amin(1)
+        result = self._by_methods(shape, methods, drafts, logits.masked_fill_(bad[:, :, None], 0.0), params)
+        accepted = torch.minimum(result.num_accepted, first.int() - 1)
+        return ops.AcceptResult(result.tokens.masked_fill(step > accepted[:, None], ops.PAD), accepted, result.status)
+
+    def _by_methods(
+        self, shape: Shape, methods: torch.Tensor, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch
+    ) -> ops.AcceptResult:
+        """Each request by its own method; methods: int32 ``[n]``."""
         result = self._by_method(shape.methods[0], drafts, logits, params)
         for method in shape.methods[1:]:
             other, mine = self._by_method(method, drafts, logits, params), methods == ops.METHODS.index(method)

@@ -353,10 +353,10 @@ class Loop:
             self.end(handle, "error", f"{whose} held NaN, +inf, or nothing but -inf")
             return
         drafted, accepted, reason = facts["drafted"], facts["accepted"], facts["reason"]
-        stop, error = end_of_text(handle, tokens)
-        if stop is not None:
-            tokens, reason = tokens[: stop + 1], STOP
-            drafted, accepted = min(drafted, len(tokens)) if stop < accepted else drafted, min(accepted, len(tokens))
+        end, error = end_of_text(handle, tokens)
+        if end is not None:
+            tokens, reason = tokens[:end], STOP
+            drafted, accepted = end if end <= accepted else drafted, min(accepted, end)
         handle.token_ids += tokens
         if handle.logprobs is not None and details is not None:
             handle.logprobs += decoded(details, tokens, flight.logprobs, handle.params.logprobs or 0)

@@ -149,9 +149,8 @@ class Slots:
 
     @torch.inference_mode()
     def leave(self, slot: int) -> None:
-        """Make the slot inert, and free of rules: they are applied to whole rounds."""
+        """Make the slot inert."""
         self.live[slot] = False
-        self.ngram[slot] = 0
         self.lens[slot] = 0
 
     def params(self, rows: slice, has_filters: bool, has_typical: bool = False) -> SamplingBatch:
@@ -173,8 +172,11 @@ class Slots:
         Args:
             mask: int32 ``[n,K+1,ceil(V/32)]``, what the requests' grammars allow; None: anything.
         """
-        used = shape.rules
-        rules = LogitRules(self.lens[rows], mask=mask)
+        used, live = (
+            shape.rules,
+            self.live[rows],
+        )  # others wait for their prompt's pass: their texts may be longer than the shape
+        rules = LogitRules(torch.where(live, self.lens[rows], 0), mask=mask)
         if "penalties" in used:
             assert self.counts is not None
             rules.counts = self.counts[rows]
@@ -186,7 +188,7 @@ class Slots:
         if "min_lens" in used:
             rules.min_lens, rules.stop_ids = self.min_lens[rows], self.stop_ids[rows]
         if "ngram" in used:
-            rules.ngram, rules.texts = self.ngram[rows], self.texts[rows, : shape.width]
+            rules.ngram, rules.texts = self.ngram[rows] * live, self.texts[rows, : shape.width]
             rules.max_ngram = shape.max_ngram
         return rules
 

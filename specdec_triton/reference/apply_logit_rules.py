@@ -39,6 +39,8 @@ def apply_logit_rules(
         if x.device.type == "cpu":  # nearly all tokens have never occurred
             ids = torch.cat([(counts > 0).any(0).nonzero()[:, 0], draft_tokens.flatten()]).unique()
             ids = ids[(ids >= 0) & (ids < vocab)]
+            if len(ids) == 0:
+                ids = ids.new_zeros(1)
             drafts = torch.where(torch.isin(draft_tokens, ids), torch.searchsorted(ids, draft_tokens.contiguous()), -1)
             x[:, :, ids] = _penalize(x[:, :, ids], drafts, *penalties, counts[:, ids])
         else:
@@ -106,5 +108,9 @@ def _repeated(
 def _ban(x: torch.Tensor, tokens: torch.Tensor, banned: torch.Tensor) -> None:
     """-inf for the tokens ``[B,T,N]`` that are banned, in place in ``x [B,T,V]``."""
     inside = banned & (tokens >= 0) & (tokens < x.shape[-1])
-    least = torch.where(inside, NEG_INF, -NEG_INF)
-    x.scatter_reduce_(2, tokens.where(inside, 0), least, "amin")
+    if x.device.type == "cpu":
+        request, row, n = inside.nonzero(as_tuple=True)
+        x[request, row, tokens[request, row, n]] = NEG_INF
+    else:
+        bans = torch.zeros_like(x, dtype=torch.int32).scatter_add_(2, tokens.where(inside, 0), inside.int())
+        x.masked_fill_(bans > 0, NEG_INF)
