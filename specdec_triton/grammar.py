@@ -7,7 +7,9 @@ back to the text that was committed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 
@@ -36,17 +38,25 @@ class GrammarMatcher(Protocol):
         """Whether the text is complete, so that nothing may come next."""
 
 
+_TAKEN: WeakSet[Any] = WeakSet()  # matchers of requests
+
+
 class Matcher:
     """A request's matcher: it has accepted the committed text, nothing more and nothing less.
 
     Raises:
         TypeError: what was given is no :class:`GrammarMatcher`.
+        ValueError: another request has it, or had it.
     """
 
     def __init__(self, matcher: Any) -> None:
         if not isinstance(matcher, GrammarMatcher):
             needed = "fill_next_token_bitmask, accept_token, rollback and is_terminated"
             raise TypeError(f"a matcher needs {needed}; {type(matcher).__name__} lacks some of them")
+        with suppress(TypeError):  # an object to which there are no weak references, or that has no hash
+            if matcher in _TAKEN:
+                raise ValueError("it gave a matcher that another request has: make a new one in each call")
+            _TAKEN.add(matcher)
         self._matcher = matcher
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,12 +56,15 @@ class LogitRules:
 
         Args:
             prompts, outputs: of each request. Of params ``stop_token_ids`` are what ``min_new_tokens`` bans.
+
+        Raises:
+            ValueError: lists that do not fit, a token id outside the vocabulary, or params with a grammar or processors, which
+                are no tensors (a grammar's are the caller's to put into ``mask``).
         """
         import torch
 
+        prompts, outputs = _check(params, prompts, outputs, vocab_size)
         texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
-        if len(params) != len(texts):
-            raise ValueError(f"prompts must have one entry per request ({len(params)}), got {len(texts)}")
 
         def row(values: Any, dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
@@ -93,6 +96,29 @@ class LogitRules:
             f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None and f.name != "max_ngram"
         }
         return replace(self, **{name: x[requests] for name, x in tensors.items()})
+
+
+def _check(
+    params: Sequence[SamplingParams], prompts: Sequence[Any], outputs: Sequence[Any], vocab_size: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and outputs as lists."""
+    from specdec_triton._checks import check_integer, require
+
+    def ids(name: str, tokens: Any) -> list[int]:
+        require(isinstance(tokens, Iterable), name, "of lists of token ids", type(tokens).__name__)
+        values = [int(token) for token in tokens]
+        bad = next((token for token in values if not 0 <= token < vocab_size), None)
+        require(bad is None, name, f"of token ids from 0 to {vocab_size - 1}", bad)
+        return values
+
+    check_integer("vocab_size", vocab_size, 1)
+    require(isinstance(params, Sequence), "params", "a list of SamplingParams", type(params).__name__)
+    for name, rows in (("prompts", prompts), ("outputs", outputs)):
+        require(len(rows) == len(params), name, f"one entry per request ({len(params)})", len(rows))
+    for one in params:
+        require(not one.on_host, "params", "without grammar and logits_processors", one.rules)
+        ids("params", (*(one.logit_bias or ()), *(one.allowed_token_ids or ()), *one.banned_token_ids))
+    return [ids("prompts", row) for row in prompts], [ids("outputs", row) for row in outputs]
 
 
 def count_tokens(prompt: Sequence[int], output: Sequence[int], vocab_size: int) -> torch.Tensor:

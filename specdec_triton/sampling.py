@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MAX_DRAFT_TOKENS = 63  # a verify pass has at most 64 rows a request: one bit each in an int64 tree mask
 MAX_LOGPROBS = 20
+_LONGEST_REPR = 100
 _SEED_LIMIT = 1 << 63
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 _SMALLEST_FLOAT32 = 1.1754943508222875e-38  # below, 1 / x overflows
@@ -31,14 +32,15 @@ class SamplingParams:
         top_p: keep the smallest set of tokens with at least this probability; 1.0 is off, 0.0 keeps one.
         min_p: drop tokens less likely than this share of the most likely one; 0.0 is off.
         typical_p: of what is left, keep the tokens whose information is nearest to the expected, up to this probability
-            (Meister et al. 2022, "locally typical sampling"); 1.0 is off.
-        seed: the text becomes a function of (prompt, parameters, seed); 0 counts as a seed. None draws one from
+            (Meister et al. 2022, "locally typical sampling"); 1.0 is off, 0.0 keeps one.
+        seed: the text becomes a function of (prompt, parameters, seed); 0 and -1 count as seeds. None draws one from
             torch's global generator. Without effect at temperature 0.
         max_new_tokens: at least 1.
-        min_new_tokens: no stop token before so many new ones.
+        min_new_tokens: no stop token before so many new ones, and no stop string that is complete before.
         stop_token_ids: these end the text besides the model's own end-of-sequence ids; the stop token is the last
             of the output.
-        stop_strings: so do these, with the token that completes one; the decoder needs a ``tokenizer`` for it.
+        stop_strings: so do these, with the token that completes one; what the prompt ends with is no part of one. The decoder
+            needs a ``tokenizer`` for it.
         ignore_eos: the model's own end-of-sequence ids do not end the text; only stop_token_ids do.
         repetition_penalty: logits of tokens in prompt or output are divided by it where positive, multiplied where negative
             (Keskar et al. 2019); above 0, 1.0 is off.
@@ -129,7 +131,7 @@ class SamplingParams:
             (
                 "logit_bias",
                 self.logit_bias is None or (_ids(self.logit_bias) and all(map(_bias, self.logit_bias.values()))),
-                "a mapping of token ids to numbers below +inf",
+                "a mapping of token ids (integers >= 0) to numbers below +inf",
             ),
             ("banned_token_ids", _ids(self.banned_token_ids), "integers >= 0"),
             (
@@ -200,14 +202,19 @@ class SamplingParams:
         return bool(self.logits_processors or self.grammar)
 
     @property
-    def named_ids(self) -> tuple[int, ...]:
-        """Token ids that rules name; they must be in the vocabulary."""
-        return (*(self.logit_bias or ()), *(self.allowed_token_ids or ()), *self.banned_token_ids)
+    def rules(self) -> list[str]:
+        """The options in use that change logits before temperature and filters, by name."""
+        names = "logit_bias repetition_penalty frequency_penalty presence_penalty allowed_token_ids banned_token_ids"
+        names += " min_new_tokens no_repeat_ngram_size grammar logits_processors"
+        unused = {f.name: f.default for f in fields(self)}
+        return [name for name in names.split() if getattr(self, name) != unused[name]]
 
 
 def _require(holds: bool, params: SamplingParams, name: str, allowed: str) -> None:
     if not holds:
-        raise ValueError(f"SamplingParams.{name} must be {allowed}, got {getattr(params, name)!r}")
+        given = repr(getattr(params, name))
+        given = given if len(given) <= _LONGEST_REPR else given[:_LONGEST_REPR] + " ..."
+        raise ValueError(f"SamplingParams.{name} must be {allowed}, got {given}")
 
 
 def _makes_matchers(grammar: Any) -> bool:

@@ -278,9 +278,34 @@ def test_bad_input(name):
         ops.apply_logit_rules(**{**good(), **change})
 
 
-def test_from_params_checks_its_lists():
-    with pytest.raises(ValueError, match="prompts must have one entry per request"):
-        LogitRules.from_params([SamplingParams()] * 2, [[1]], [[]], 5)
+@pytest.mark.parametrize(
+    ("params", "prompts", "outputs", "message"),
+    [
+        ([SamplingParams()] * 2, [[1]], [[]], r"prompts must be one entry per request \(2\), got 1"),
+        ([SamplingParams()], [[1]], [[], []], r"outputs must be one entry per request \(1\), got 2"),
+        (SamplingParams(), [[1]], [[]], "params must be a list of SamplingParams"),
+        ([SamplingParams()], [[-1]], [[]], "prompts must be of token ids from 0 to 4, got -1"),
+        ([SamplingParams()], [[1]], [[5]], "outputs must be of token ids from 0 to 4, got 5"),
+        ([SamplingParams()], [1], [[]], "prompts must be of lists of token ids, got int"),
+        ([SamplingParams(banned_token_ids=[7])], [[1]], [[]], "params must be of token ids from 0 to 4, got 7"),
+        (
+            [SamplingParams(logits_processors=[print])],
+            [[1]],
+            [[]],
+            "params must be without grammar and logits_processors",
+        ),
+    ],
+)
+def test_from_params_checks_its_lists(params, prompts, outputs, message):
+    with pytest.raises(ValueError, match=message):
+        LogitRules.from_params(params, prompts, outputs, 5)
+
+
+def test_from_params_takes_tensors():
+    rules = LogitRules.from_params(
+        [SamplingParams(presence_penalty=1.0)], [torch.tensor([1, 2])], [torch.tensor([2])], 4
+    )
+    assert rules.counts.tolist() == [[0, IN_PROMPT, IN_PROMPT + 1, 0]]
 
 
 @pytest.mark.parametrize("name", ["nothing", "repetition", "bias", "min-new", "no-repeat-2", "all"])

@@ -169,9 +169,12 @@ def test_counts_are_those_of_the_committed_text():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"logit_bias": {TOY_VOCAB: 1.0}}, f"hold the token id {TOY_VOCAB}; ids go from 0 to {TOY_VOCAB - 1}"),
-        ({"allowed_token_ids": [1, 10**6]}, "hold the token id 1000000"),
-        ({"banned_token_ids": [500]}, "hold the token id 500"),
+        (
+            {"logit_bias": {TOY_VOCAB: 1.0}},
+            f"logit_bias holds the token id {TOY_VOCAB}; ids go from 0 to {TOY_VOCAB - 1}",
+        ),
+        ({"allowed_token_ids": [1, 10**6]}, "allowed_token_ids holds the token id 1000000"),
+        ({"banned_token_ids": [500]}, "banned_token_ids holds the token id 500"),
         ({"stop_strings": ["x"]}, "stop_strings needs the tokenizer"),
         (
             {"grammar": lambda: Words([[]], END).ended()},
@@ -196,7 +199,7 @@ def test_rules_that_leave_nothing():
         [PROMPT] * 2, [params, SamplingParams(temperature=0, max_new_tokens=5)]
     )
     assert (bad.token_ids, bad.finish_reason) == ([9], "error")
-    assert "after the request's own rules" in bad.error
+    assert "after the request's own rules (allowed_token_ids, no_repeat_ngram_size)" in bad.error
     assert good.token_ids == text_of("nothing", False)[:5]
 
 
@@ -406,6 +409,19 @@ def test_stop_strings_of_some_requests_only():
     assert outputs[1].token_ids == whole[: whole.index(whole[3]) + 1]
 
 
+@MODES
+@pytest.mark.parametrize("least", [1, 3, 4, 5, 9, NEW])
+def test_stop_strings_before_min_new_tokens(least, mode):
+    """They end nothing, wherever in a block they are complete."""
+    whole = text_of("nothing", False)
+    params = SamplingParams(
+        temperature=0, stop_strings=tokenizer().decode(whole[3:5]), min_new_tokens=least, max_new_tokens=NEW
+    )
+    for drafter in (None, always_right([PROMPT + whole])):
+        out = decoder(mode, drafter, 6, tokenizer=tokenizer()).generate([PROMPT], params)[0]
+        assert (out.token_ids, out.finish_reason) == ((whole[:5], "stop") if least <= 5 else (whole, "length"))
+
+
 # Grammars.
 
 
@@ -544,6 +560,14 @@ def test_matchers_that_lie(mode):
     for drafter in (None, always_right([[*PROMPT, 11, 11, 11]])):
         out = decoder(mode, drafter).generate([PROMPT], steered)[0]
         assert (out.token_ids, out.finish_reason) == ([11], "error")
+
+
+def test_a_matcher_belongs_to_one_request():
+    shared = Words(WORDS, END)
+    params = SamplingParams(grammar=lambda: shared, temperature=0, max_new_tokens=NEW)
+    outputs = decoder().generate([PROMPT] * 2, params)
+    assert outputs[0].token_ids[:-1] in WORDS
+    assert "another request has: make a new one in each call" in outputs[1].error
 
 
 def test_a_grammar_and_the_other_rules_together():

@@ -164,7 +164,7 @@ def test_goodness_of_fit():
     assert fit(outcomes, torch.tensor([1.0], dtype=torch.float64)) == 0.0
 
 
-@pytest.mark.parametrize("params", cases.GRID[::5], ids=range(len(cases.GRID[::5])))
+@pytest.mark.parametrize("params", cases.GRID[:30:5], ids=range(6))
 def test_block_verification_never_accepts_fewer(params):
     """Any number of drafts is kept with at least the probability that token-level verification keeps it with."""
     for seed in range(5):

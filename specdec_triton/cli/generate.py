@@ -118,6 +118,8 @@ def read_params(args: argparse.Namespace) -> SamplingParams:
     names += " presence_penalty frequency_penalty no_repeat_ngram_size"
     if args.logprobs is not None and not args.json:
         raise UsageError("--logprobs needs --json")
+    if args.temperature == 0 and (args.top_k > 0 or min(args.top_p, args.typical_p) < 1 or args.min_p > 0):
+        note(f"{PROGRAM}: --top-k, --top-p, --min-p and --typical-p do nothing at --temperature 0, the default")
     try:
         return SamplingParams(**{name: getattr(args, name) for name in names.split()}, stop_strings=args.stop)
     except ValueError as error:  # values that do not go together, or an empty --stop
@@ -299,7 +301,8 @@ def report(tokenizer: Any, output: GenerationOutput) -> dict[str, Any]:
     stats = output.stats
     more: dict[str, Any] = {"error": output.error} if output.error is not None else {}
     if output.logprobs is not None:
-        more["logprobs"] = [{"logprob": x.logprob, "top": x.top} for x in output.logprobs]
+        each = [(decode(tokenizer, [x.token_id]), x) for x in output.logprobs]
+        more["logprobs"] = [{"token": text, "logprob": x.logprob, "top": x.top} for text, x in each]
     return {
         "text": decode(tokenizer, output.token_ids),
         "token_ids": output.token_ids,

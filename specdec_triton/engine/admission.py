@@ -50,7 +50,7 @@ def check_params(params: SamplingParams | Sequence[SamplingParams] | None, count
     Raises:
         ValueError: another number of them, or something else.
     """
-    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * count
+    each = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * count
     if len(each) != count:
         raise ValueError(f"params must be one, or one per prompt ({count}), got {len(each)}")
     for one in each:
@@ -60,11 +60,10 @@ def check_params(params: SamplingParams | Sequence[SamplingParams] | None, count
 
 def check_rules(params: SamplingParams, vocab_size: int) -> None:
     """Raises ValueError: a rule names a token outside the vocabulary."""
-    bad = next((token for token in params.named_ids if token >= vocab_size), None)
-    if bad is not None:
-        raise ValueError(
-            f"logit_bias, allowed_token_ids and banned_token_ids hold the token id {bad}; ids go from 0 to {vocab_size - 1}"
-        )
+    for name in ("logit_bias", "allowed_token_ids", "banned_token_ids"):
+        bad = next((token for token in getattr(params, name) or () if token >= vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"{name} holds the token id {bad}; ids go from 0 to {vocab_size - 1}")
 
 
 def make_matcher(params: SamplingParams) -> Matcher | None:

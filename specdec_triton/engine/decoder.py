@@ -98,7 +98,8 @@ class SpeculativeDecoder:
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         if drafter is not None and not isinstance(drafter, Drafter):
-            raise ValueError(f"drafter must be a Drafter such as PromptLookup(), got {type(drafter).__name__}")
+            given = f"the class {drafter.__name__}" if isinstance(drafter, type) else type(drafter).__name__
+            raise ValueError(f"drafter must be a Drafter such as PromptLookup(), got {given}")
         self.num_draft_tokens = num_draft_tokens
         self.method = method
         self._adaptive = adaptive

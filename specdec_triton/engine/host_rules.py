@@ -88,7 +88,10 @@ def end_of_text(handle: RequestHandle, tokens: Sequence[int]) -> tuple[int | Non
 
     A request's matcher accepts the tokens up to there.
     """
-    stop = None if handle.stop_strings is None else handle.stop_strings.first(handle.token_ids, tokens)
+    stop = None
+    if handle.stop_strings is not None:
+        early = max(handle.params.min_new_tokens - len(handle.token_ids) - 1, 0)
+        stop = handle.stop_strings.first(handle.token_ids, tokens, early)
     end = None if stop is None else stop + 1
     if handle.matcher is None:
         return end, None

@@ -92,7 +92,7 @@ class Judge:
         if shape.rules or host is not None:  # the logits are a copy of the target's
             return self._up_to_dead_ends(shape, methods, drafts, logits, params)
         result = self._by_methods(shape, methods, drafts, logits, params)
-        if self._reads and bool(result.status.any()):
+        if self._reads and bool(result.status.any()):  # on a device nobody looks: the model's own NaN ends the request
             return self._up_to_dead_ends(shape, methods, drafts, logits.clone(), params)
         return result
 

@@ -348,8 +348,8 @@ class Loop:
         if facts["foreign"]:
             self._notices.foreign()
         if facts["reason"] == ERROR:
-            changed = handle.rules or handle.params.logits_processors
-            whose = "the logits after the request's own rules" if changed else "the target's logits"
+            rules = ", ".join(handle.params.rules)
+            whose = f"the logits after the request's own rules ({rules})" if rules else "the target's logits"
             self.end(handle, "error", f"{whose} held NaN, +inf, or nothing but -inf")
             return
         drafted, accepted, reason = facts["drafted"], facts["accepted"], facts["reason"]

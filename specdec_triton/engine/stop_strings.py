@@ -29,10 +29,11 @@ class StopStrings:
             ) from error
         self._reach = self._criterion.maximum_token_len  # tokens back from the end that can be part of one
 
-    def first(self, before: Sequence[int], new: Sequence[int]) -> int | None:
-        """Which of the new tokens, after the output ``before``, completes a string first; None: none does."""
+    def first(self, before: Sequence[int], new: Sequence[int], early: int = 0) -> int | None:
+        """Which of the new tokens, after the output ``before`` and but for the ``early`` first ones, completes a string first;
+        None: none does."""
         output = [*before[-self._reach :], *new]
-        for i in range(len(new)):
+        for i in range(early, len(new)):
             tail = output[: len(output) - len(new) + i + 1][-self._reach :]
             if bool(self._criterion(torch.tensor([tail]), None)[0]):  # type: ignore[arg-type]
                 return i
