@@ -89,11 +89,12 @@ class Judge:
         if some is not None:
             params, methods = params.of(some), methods[some]
         logits = self._ruled(rows, some, shape, drafts, logits, host)
-        if shape.rules or host is not None:  # the logits are a copy of the target's
-            return self._up_to_dead_ends(shape, methods, drafts, logits, params)
-        result = self._by_methods(shape, methods, drafts, logits, params)
-        if self._reads and bool(result.status.any()):  # on a device nobody looks: the model's own NaN ends the request
-            return self._up_to_dead_ends(shape, methods, drafts, logits.clone(), params)
+        result = None
+        if self._reads or not (shape.rules or host is not None):
+            result = self._by_methods(shape, methods, drafts, logits, params)
+        # On a device nobody can look whether there is a dead end. Without rules only the model's own NaN makes one: it ends the request.
+        if result is None or (self._reads and bool(result.status.any())):
+            result = self._up_to_dead_ends(shape, methods, drafts, logits, params)
         return result
 
     def _up_to_dead_ends(
@@ -101,15 +102,11 @@ class Judge:
     ) -> ops.AcceptResult:
         """A row that leaves no token (or is no number) behind a draft is not met unless that draft is accepted. Then the
         drafts up to there are all that the request gets in this round, and the next one begins with that row, as plain
-        decoding would.
-
-        Args:
-            logits: ``[n,K+1,V]``, changed in place: what stands in such a row has no influence on the drafts before it.
-        """
+        decoding would. What stands in such a row has no influence on the drafts before it."""
         step, largest = self._steps[: logits.shape[1]], logits.amax(-1)
         bad = bad_rows(largest, params.temperature) & (step <= drafts.lens[:, None]) & (step > 0)
         first = torch.where(bad, step, logits.shape[1]).amin(1)
-        result = self._by_methods(shape, methods, drafts, logits.masked_fill_(bad[:, :, None], 0.0), params)
+        result = self._by_methods(shape, methods, drafts, logits.masked_fill(bad[:, :, None], 0.0), params)
         accepted = torch.minimum(result.num_accepted, first.int() - 1)
         return ops.AcceptResult(result.tokens.masked_fill(step > accepted[:, None], ops.PAD), accepted, result.status)
 
