@@ -35,7 +35,7 @@ def check_module(target: ModelAdapter, prompts: Sequence[Sequence[int]], *, max_
         exact=False if why_inexact(target) is not None else None,
     )
     largest = 0.0
-    tokens = best = 0
+    tokens = best = longest = 0
     for i, (prompt, output) in enumerate(zip(several, decoder.generate(several, params), strict=True)):
         which = f"prompt {i + 1}" if i < len(prompts) else f"the prompts together, {len(prompt)} tokens"
         if output.error is not None:
@@ -54,7 +54,7 @@ def check_module(target: ModelAdapter, prompts: Sequence[Sequence[int]], *, max_
             largest = max(largest, gap)
             tokens += 1
             best += gap == 0
-    longest = max(map(len, several)) + max_new_tokens
+        longest = max(longest, len(prompt) + len(output.token_ids))
     detail = f"{best} of {tokens} greedy tokens are the best of the module's own logits"
     detail += f", the others at near-ties (largest gap {largest:.3g})" if best < tokens else ""
     found = {"tokens": tokens, "best": best, "gap": largest, "longest": longest}
