@@ -19,7 +19,7 @@ What 1000 samples find, in token-level verification, was tried with SmolLM2 and 
 models. An acceptance too lenient by a tenth (0.9 u for u) gave an alarm in all of nine runs, and so did 0.7 u, a wrong residual, and
 all drafts kept from the second on. With SmolLM2, 0.7 u from the third draft on, all from the fourth on and one u for all did too. On
 toy models they did not where late drafts are seldom judged, or where a draft model so near to the target drafts that nearly all are
-right; nor did 0.9 u in block verification, mostly. 0.9 u from the third draft on is not found. The detail says from how far apart the
+right; nor did 0.9 u in block verification, mostly. 0.9 u from the third draft on is hardly found. The detail says from how far apart the
 number of favoured tokens is an alarm.
 
 The context holds what n-grams look for, and a temperature at which the allowed tokens are about equally likely makes it matter:
