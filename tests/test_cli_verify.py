@@ -79,6 +79,7 @@ def test_a_sound_pair(command):
     lines = out.splitlines()
     assert status == 0
     assert [line.split("  ")[0] for line in lines[:-1]] == [
+        "module",
         "bits",
         "greedy, PromptLookup",
         "seeds, PromptLookup",
@@ -86,7 +87,7 @@ def test_a_sound_pair(command):
         "acceptance, PromptLookup",
         "speed, PromptLookup",
     ]
-    assert ["passed" in line for line in lines[:-1]] == [True] * 4 + [False] * 2
+    assert ["passed" in line for line in lines[:-1]] == [True] * 5 + [False] * 2
     assert lines[-1] == "lossless: greedy, seeded and sampled text is what the target alone writes"
     assert [line.split(":")[0] for line in err.splitlines()] == [line.split("  ")[0] for line in lines[:-1]]
 
@@ -96,6 +97,7 @@ def test_json_of_a_draft_model(command, folders):
     result = json.loads(out)
     assert status == 0
     assert [(check["name"], check["of"], check["passed"]) for check in result["checks"]] == [
+        ("module", "", True),
         ("bits", "", True),
         ("greedy", "DraftModel", True),
         ("greedy", "PromptLookup", True),
@@ -103,13 +105,14 @@ def test_json_of_a_draft_model(command, folders):
         ("seeds", "PromptLookup", True),
         ("distribution", "DraftModel, rejection", True),
         ("distribution", "DraftModel, block", True),
+        ("distribution", "PromptLookup, rejection", True),
         ("acceptance", "DraftModel", None),
         ("speed", "DraftModel", None),
     ]
     assert all(check["seconds"] >= 0 and check["detail"] for check in result["checks"])
-    assert result["checks"][1]["facts"]["texts"] == 2 * (1 + 2 * 2)
-    assert result["checks"][5]["facts"]["samples"] == 100
-    assert {"coupled", "rejection", "block"} <= result["checks"][7]["facts"].keys()
+    assert result["checks"][2]["facts"]["texts"] == 2 * (1 + 2 * 2 + 2)
+    assert result["checks"][6]["facts"]["samples"] == 100
+    assert {"coupled", "rejection", "block"} <= result["checks"][9]["facts"].keys()
     settings = {"lossless": True, "complete": True, "k": 2, "seed": 5, "prompts": 2, "dtype": "float32", "samples": 100}
     assert {name: result[name] for name in settings} == settings
 
@@ -128,7 +131,7 @@ def test_a_broken_pair(command, wrong):
 def test_a_mixture_of_experts(command):
     status, out, _ = command(target="mixture")
     assert status == 0
-    assert "not available" in out.splitlines()[0]
+    assert "not available" in out.splitlines()[1]
     assert out.splitlines()[-1].startswith("lossless up to rounding: ")
 
 
@@ -149,12 +152,15 @@ def test_interrupt_prints_what_was_found(command, monkeypatch, flags):
 
     monkeypatch.setattr(verification, "check_seeds", interrupted)
     status, out, err = command(*flags)
-    assert (status, err.splitlines()[-1]) == (130, "specdec-triton: interrupted, 2 checks were done")
+    assert (status, err.splitlines()[-1]) == (130, "specdec-triton: interrupted, 3 checks were done")
     if flags:
         result = json.loads(out)
-        assert ([check["name"] for check in result["checks"]], result["complete"]) == (["bits", "greedy"], False)
+        assert ([check["name"] for check in result["checks"]], result["complete"]) == (
+            ["module", "bits", "greedy"],
+            False,
+        )
     else:
-        assert len(out.splitlines()) == 3
+        assert len(out.splitlines()) == 4
         assert out.splitlines()[-1].endswith("seeded and sampled text is not checked")
 
 

@@ -6,69 +6,40 @@ The faults are seeded from outside: an accept rule, a target, a drafter or noise
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from dataclasses import replace
 
 import pytest
 import torch
+from verification_cases import (
+    NEW,
+    PROMPTS,
+    distribution,
+    greedy,
+    mixture,
+    module,
+    seeds,
+    similar,
+    target,
+    wrong_accepts,
+)
 
-from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, ops
-from specdec_triton.adapter import ModelAdapter
-from specdec_triton.drafters import Drafter
+from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, adapter, ops
 from specdec_triton.exactness import ExactPasses
+from specdec_triton.kv_cache import KVCache
 from specdec_triton.reference import noise
-from specdec_triton.testing import ScriptedDrafter, own_logits, toy_model
+from specdec_triton.testing import ScriptedDrafter, own_logits
 from specdec_triton.verification import (
     Check,
     check_bits,
-    check_distribution,
     check_greedy,
+    check_module,
     check_seeds,
     measure_acceptance,
     measure_speed,
     verdict,
 )
-from specdec_triton.verification.distribution import FALSE_ALARM, chi_square, tail
 from specdec_triton.verification.scoring import Scorer
 from specdec_triton.verification.texts import worst_gap
-
-PROMPTS = [[3, 5, 7, 3, 5, 7, 3, 5, 7, 11, 3], [2, 9, 2, 9, 2], [*range(20, 40)]]
-NEW = 12
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-
-
-@lru_cache
-@torch.inference_mode()
-def target(kind="llama", dtype=torch.float32, **config):
-    return ModelAdapter(toy_model(kind, dtype=dtype, **config))
-
-
-@lru_cache
-@torch.inference_mode()
-def mixture():
-    return target("mixtral", **EXPERTS)
-
-
-@lru_cache
-def similar():
-    """A draft model whose distributions resemble the target's."""
-    model, generator = toy_model(), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
-    return model
-
-
-def greedy(of=None, drafter=None, **options):
-    return check_greedy(of or target(), drafter or PromptLookup(), PROMPTS, max_new_tokens=NEW, **options)
-
-
-def seeds(of=None, drafter=None, **options):
-    return check_seeds(of or target(), drafter or PromptLookup(), PROMPTS, max_new_tokens=NEW, **options)
-
-
-def distribution(of=None, drafter=None, samples=400, **options):
-    return check_distribution(of or target(), drafter or PromptLookup(), PROMPTS[0], samples=samples, **options)
-
 
 # What is right passes.
 
@@ -76,17 +47,10 @@ def distribution(of=None, drafter=None, samples=400, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_ngrams_pass(dtype):
     of = target(dtype=dtype)
-    for check in (greedy(of), seeds(of), check_bits(of, PROMPTS, max_new_tokens=NEW), distribution(of)):
+    bits = check_bits(of, PROMPTS, max_new_tokens=NEW)
+    for check in (module(of), greedy(of), seeds(of), bits, distribution(of)):
         assert check.passed is True, check.detail
     assert greedy(of).facts["drafted"] > 0
-
-
-@pytest.mark.parametrize("method", ["rejection", "block", "coupled"])
-def test_distribution_of_a_draft_model_passes(method):
-    check = distribution(drafter=DraftModel(similar()), method=method)
-    assert check.passed is True, check.detail
-    assert 0 < check.facts["accepted"] < check.facts["drafted"]
-    assert check.of == f"DraftModel, {method}"
 
 
 @pytest.mark.parametrize("check", [greedy, seeds], ids=["greedy", "seeds"])
@@ -103,25 +67,29 @@ def test_every_k_up_to_8_and_then_some():
 
 def test_one_prompt_is_checked_beside_itself():
     check = check_greedy(target(), PromptLookup(), PROMPTS[:1], k=2, max_new_tokens=NEW)
-    assert (check.passed, check.facts["texts"]) == (True, 5)
+    assert (check.passed, check.facts["texts"]) == (True, 7)
+    check = check_seeds(target(), PromptLookup(), PROMPTS[:1], k=2, max_new_tokens=NEW)
+    assert (check.passed, check.facts["texts"], check.facts["with_options"]) == (True, 7 * 4, 7 * 3)
+
+
+@pytest.mark.parametrize("check", [greedy, seeds], ids=["greedy", "seeds"])
+def test_some_requests_are_preempted(check):
+    """faults.md C1."""
+    assert check().facts["preemptions"] > 0
+
+
+def test_the_module_scores_texts_past_a_chunk():
+    of = target(max_position_embeddings=512)
+    check = check_module(of, PROMPTS, max_new_tokens=NEW)
+    assert (check.passed, check.facts["longest"]) == (True, 264 + NEW)
+    assert check.facts["tokens"] == NEW * (len(PROMPTS) + 1)
+    assert module().facts["longest"] == 128  # all that the model can take
 
 
 def test_nothing_drafted_shows_nothing():
     for check in (greedy(drafter=NoDraft()), seeds(drafter=NoDraft()), distribution(drafter=NoDraft(), samples=50)):
         assert check.passed is None
         assert "nothing was drafted" in check.detail
-
-
-def test_too_few_samples_show_nothing():
-    assert distribution(samples=3).passed is None
-
-
-def test_the_global_generator_is_put_back():
-    before = torch.get_rng_state()
-    first = distribution(samples=20)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert distribution(samples=20) == first
-    assert distribution(samples=20, seed=1) != first
 
 
 def test_measurements_inform():
@@ -143,21 +111,6 @@ def test_measurements_inform():
 # What is wrong fails.
 
 
-def wrong_accepts(monkeypatch, method=None):
-    """An accept rule that keeps one draft more than it may."""
-    accept = ops.accept_reject
-
-    def lenient(draft_tokens, *args, draft_lens, **options):
-        tokens, accepted, status = accept(draft_tokens, *args, draft_lens=draft_lens, **options)
-        more = (accepted < draft_lens) & (method in (None, options["method"]))
-        for b in more.nonzero()[:, 0].tolist():
-            at = int(accepted[b])
-            tokens[b, at : at + 2] = torch.stack([draft_tokens[b, at], tokens[b, at]])
-        return ops.AcceptResult(tokens, accepted + more, status)
-
-    monkeypatch.setattr(ops, "accept_reject", lenient)
-
-
 @pytest.mark.parametrize("check", [greedy, seeds, distribution], ids=["greedy", "seeds", "distribution"])
 def test_accepting_wrong_drafts_fails(monkeypatch, check):
     """faults.md A3, B5."""
@@ -173,6 +126,86 @@ def test_a_difference_is_described(monkeypatch):
     expected = want[1].token_ids[4]
     assert check.detail == f"prompt 2, K = 1, alone: token 5 is 96, plain decoding writes {expected}"
     assert check.facts == {"prompt": 2, "k": 1, "together": False, "token": 5, "got": 96, "expected": expected}
+
+
+def test_a_target_that_forgets_fails(monkeypatch):
+    """Attention to the last 12 tokens alone, in every pass: this package's passes agree with one another."""
+    attend = adapter.attend_planned
+
+    def forgetful(q, k, v, plan, scale, window=None, *args):
+        return attend(q, k, v, plan, scale, 12 if window is None else window, *args)
+
+    monkeypatch.setattr(adapter, "attend_planned", forgetful)
+    check = module()
+    assert check.passed is False
+    assert "the module's own best is" in check.detail
+    assert check.facts["gap"] > check.facts["allowed"]
+    assert greedy().passed is True
+
+
+def test_rules_that_miss_drafted_rows_fail(monkeypatch):
+    """faults.md F1: penalties, bans and biases hold where nothing was drafted."""
+    apply = ops.apply_logit_rules
+
+    def missing(logits, *args, **options):
+        return logits if logits.shape[1] > 1 else apply(logits, *args, **options)
+
+    monkeypatch.setattr(ops, "apply_logit_rules", missing)
+    assert seeds().passed is False
+    assert greedy().passed is True
+
+
+def test_filters_that_miss_drafted_rows_fail(monkeypatch):
+    accept = ops.accept_reject
+
+    def missing(draft_tokens, *args, params, **options):
+        if draft_tokens.shape[1]:
+            params = replace(params, top_k=params.top_k * 0, top_p=params.top_p * 0 + 1, min_p=params.min_p * 0)
+        return accept(draft_tokens, *args, params=params, **options)
+
+    monkeypatch.setattr(ops, "accept_reject", missing)
+    assert seeds().passed is False
+    assert greedy().passed is True
+
+
+def test_other_logprobs_fail(monkeypatch):
+    generate = SpeculativeDecoder.generate
+
+    def shifted(self, *args):
+        outputs = generate(self, *args)
+        for output in outputs if self.num_draft_tokens else ():
+            if output.logprobs and output.logprobs[3].top:
+                output.logprobs[3] = replace(output.logprobs[3], logprob=output.logprobs[3].logprob + 1e-3)
+        return outputs
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", shifted)
+    assert seeds().detail == "prompt 2, K = 1, alone: the log-probabilities of token 4 are not plain decoding's"
+
+
+def test_pages_that_come_back_wrong_fail(monkeypatch):
+    swap_in = KVCache.swap_in
+
+    def spoiled(self, slot, saved):
+        swap_in(self, slot, saved)
+        self.layer(0)[1][self.block_table[slot, 0]] = 0
+
+    monkeypatch.setattr(KVCache, "swap_in", spoiled)
+    check = greedy()
+    assert check.passed is False
+    assert "few pages" in check.detail
+
+
+def test_adaptive_rounds_that_go_wrong_fail(monkeypatch):
+    generate = SpeculativeDecoder.generate
+
+    def cut(self, *args):
+        outputs = generate(self, *args)
+        if self._adaptive and self.num_draft_tokens:
+            outputs[-1].token_ids.pop()
+        return outputs
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", cut)
+    assert "together, adaptive: token 12 is the end" in greedy().detail
 
 
 def row_dependent(of, monkeypatch, size=1.0):
@@ -213,33 +246,6 @@ def test_logits_that_depend_on_the_neighbours_fail(monkeypatch):
     assert (check.passed, check.facts["prompt"], check.facts["together"]) == (False, 2, True)
 
 
-class Liar(Drafter):
-    """Draws its drafts greedily, and says that it drew them from the draft model's distribution (faults.md B1)."""
-
-    def __init__(self, model):
-        self.honest = DraftModel(model)
-
-    def bind(self, target, options):
-        session = self.honest.bind(target, options)
-        propose = session.propose
-
-        def lie(round_):
-            round_.draw = lambda logits, j, draw=round_.draw: (logits.argmax(-1), draw(logits, j)[1], logits)
-            return propose(round_)
-
-        session.propose = lie
-        return session
-
-
-@pytest.mark.parametrize("method", ["rejection", "block"])
-def test_a_drafter_that_lies_about_its_probabilities_fails(method):
-    check = distribution(drafter=Liar(similar()), method=method)
-    assert check.passed is False
-    assert check.facts["p_value"] < FALSE_ALARM
-    assert "was written" in check.detail
-    assert greedy(drafter=Liar(similar())).passed is True  # what it says does not matter there
-
-
 def test_noise_keyed_by_the_batch_row_fails(monkeypatch):
     """faults.md B17, C1."""
     race = noise.race
@@ -252,26 +258,6 @@ def test_noise_keyed_by_the_batch_row_fails(monkeypatch):
     assert check.passed is False
     assert "together" in check.detail
     assert greedy().passed is True
-
-
-def test_one_seed_for_all_requests_fails(monkeypatch):
-    """Each text has the right distribution; together they do not."""
-    monkeypatch.setattr("specdec_triton.engine.decoder.draw_seed", lambda: 5)
-    assert distribution().passed is False
-
-
-def test_impossible_text_fails(monkeypatch):
-    """Beside other requests the target takes the last token for the first."""
-    forward = target().forward
-
-    def reversing(tokens, *args, **options):
-        logits = forward(tokens, *args, **options)
-        return logits.flip(-1) if len(tokens) > 1 else logits
-
-    monkeypatch.setattr(target(), "forward", reversing)
-    check = distribution(samples=100)
-    assert check.passed is False
-    assert "has probability 0" in check.detail
 
 
 @pytest.mark.parametrize("check", [greedy, seeds, distribution], ids=["greedy", "seeds", "distribution"])
@@ -367,26 +353,6 @@ def test_scorer_agrees_with_the_module(length):
     assert_near(got[0], want[0][length : length + 4])
     assert_near(got[2], want[2][length : length + 6])
     assert_near(scorer.after(texts[1][length], length, 1), want[1][length])
-
-
-def test_chi_square_by_hand():
-    expected = {(0,): 50.0, (1,): 30.0, (2,): 12.0, (3,): 4.0, (4,): 4.0}
-    counts = {(0,): 40, (1,): 36, (2,): 12, (3,): 9, (4,): 3}
-    statistic, degrees = chi_square(counts, expected)
-    assert (statistic, degrees) == (pytest.approx(100 / 50 + 36 / 30 + 0 + 16 / 8), 3)
-    assert chi_square(counts, expected, slack=0.1)[0] == pytest.approx(25 / 50 + 9 / 30 + 3.2**2 / 8)
-    # Rare ones that are not enough together take the next.
-    assert chi_square({(0,): 7, (1,): 2, (2,): 0}, {(0,): 5.0, (1,): 3.0, (2,): 1.0})[1] == 0
-    assert chi_square({(0,): 9}, {(0,): 9.0}) == (0.0, 0)
-
-
-@pytest.mark.parametrize(
-    ("statistic", "degrees", "p"), [(3.841459, 1, 0.05), (18.30704, 10, 0.05), (62.16, 26, 9.0e-5)]
-)
-def test_tail_of_chi_square(statistic, degrees, p):
-    assert tail(statistic, degrees) == pytest.approx(p, rel=0.1)
-    assert tail(0.0, degrees) == 1
-    assert tail(5.0, 0) == 1
 
 
 def check(name, passed, **facts):

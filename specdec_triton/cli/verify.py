@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 NAME = "verify"
 HELP = "check that speculation does not change the text"
-DESCRIPTION = """Check on your own models and prompts that speculation does not change what the target writes: greedy and seeded text
-token by token, logits bit by bit, text without a seed by a chi-square test. Exit status 0: all checks that apply here
-passed; 1: one failed, or none could be made. What exactness costs, and how many drafts are accepted, is shown beside."""
+DESCRIPTION = """Check on your own models and prompts that speculation does not change what the target writes: plain text against the
+module's own logits, greedy and seeded text token by token, logits bit by bit, text without a seed by chi-square tests. Exit
+status 0: all checks that apply here passed; 1: one failed, or none could be made. What exactness costs, and how many drafts
+are accepted, is shown beside."""
 PROMPTS = (
     "Why is the sky blue?",
     "Write the numbers from one to twelve in words, then write them again.",
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--samples",
             1,
             1000,
-            "texts of a chi-square test: ten times as many see faults a third the size (default: 1000)",
+            "texts whose frequencies are tested: ten times as many see faults a third the size (default: 1000)",
         ),
         ("--seed", 0, 0, "of the first prompt's seeded text, and of the samples (default: 0)"),
     ):
@@ -143,11 +144,16 @@ def plan(
     sampled: dict[str, Any] = {"k": args.num_draft_tokens, "samples": args.samples, "seed": args.seed}
     # What n-grams draft is certain; there block verification is token-level verification.
     methods = ("rejection",) if len(drafters) == 1 else ("rejection", "block")
-    checks: list[Callable[[], Check]] = [partial(v.check_bits, target, prompts, k=args.num_draft_tokens)]
+    judged = [(drafters[0], method) for method in methods] + [(drafter, "rejection") for drafter in drafters[1:]]
+    checks: list[Callable[[], Check]] = [
+        partial(v.check_module, target, prompts, max_new_tokens=args.max_new_tokens),
+        partial(v.check_bits, target, prompts, k=args.num_draft_tokens),
+    ]
     checks += [partial(v.check_greedy, target, drafter, prompts, **texts) for drafter in drafters]
     checks += [partial(v.check_seeds, target, drafter, prompts, seed=args.seed, **texts) for drafter in drafters]
     checks += [
-        partial(v.check_distribution, target, drafters[0], prompts[0], method=method, **sampled) for method in methods
+        partial(v.check_distribution, target, drafter, prompts[0], method=method, **sampled)
+        for drafter, method in judged
     ]
     measured = (target, drafters[0], prompts)
     checks.append(partial(v.measure_acceptance, *measured, methods=("coupled", *methods), seed=args.seed, **texts))

@@ -3,6 +3,7 @@
 Each check returns a :class:`Check`; ``specdec-triton verify`` runs them all. What counts as equal:
 
 * ``check_greedy``, ``check_seeds``: token ids, against plain decoding (K = 0) by the same package.
+* ``check_module``: plain decoding's greedy token ids, against the logits of the module's own forward pass, up to rounding.
 * ``check_bits``: every bit of the target's logits, whatever else is in the pass.
 * ``check_distribution``: how often each text is written, against probabilities enumerated with plain passes.
 
@@ -14,6 +15,7 @@ from specdec_triton.verification.bits import check_bits
 from specdec_triton.verification.check import Check, verdict
 from specdec_triton.verification.costs import measure_acceptance, measure_speed
 from specdec_triton.verification.distribution import check_distribution
+from specdec_triton.verification.module import check_module
 from specdec_triton.verification.texts import check_greedy, check_seeds
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "check_bits",
     "check_distribution",
     "check_greedy",
+    "check_module",
     "check_seeds",
     "measure_acceptance",
     "measure_speed",

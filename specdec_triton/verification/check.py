@@ -14,7 +14,7 @@ class Check:
     """The outcome of one check.
 
     Attributes:
-        name: ``greedy``, ``bits``, ``seeds``, ``distribution``; or ``speed``, ``acceptance``, which only inform.
+        name: ``module``, ``greedy``, ``bits``, ``seeds``, ``distribution``; or ``speed``, ``acceptance``, which only inform.
         passed: None: it does not apply here, could not be made, or only informs; the detail says so.
         detail: one line; of a failure, the first: which prompt (from 1), which token (from 1), what was expected.
         of: whose drafts, and judged by which method, if the check is about them.
