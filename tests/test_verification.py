@@ -66,9 +66,9 @@ def test_every_k_up_to_8_and_then_some():
 
 
 def test_one_prompt_is_checked_beside_itself():
-    check = check_greedy(target(), PromptLookup(), PROMPTS[:1], k=2, max_new_tokens=NEW)
+    check = check_greedy(target(), PromptLookup(), PROMPTS[3:], k=2, max_new_tokens=NEW)
     assert (check.passed, check.facts["texts"]) == (True, 7)
-    check = check_seeds(target(), PromptLookup(), PROMPTS[:1], k=2, max_new_tokens=NEW)
+    check = check_seeds(target(), PromptLookup(), PROMPTS[3:], k=2, max_new_tokens=NEW)
     assert (check.passed, check.facts["texts"], check.facts["with_options"]) == (True, 7 * 4, 7 * 3)
 
 
@@ -90,6 +90,40 @@ def test_nothing_drafted_shows_nothing():
     for check in (greedy(drafter=NoDraft()), seeds(drafter=NoDraft()), distribution(drafter=NoDraft(), samples=50)):
         assert check.passed is None
         assert "nothing was drafted" in check.detail
+
+
+def test_drafts_that_are_all_rejected_show_little():
+    wrong = ScriptedDrafter(lambda text, limit: [96, 96][:limit])
+    for check in (greedy(drafter=wrong), seeds(drafter=wrong), distribution(drafter=wrong, samples=50)):
+        assert check.passed is None
+        assert f"none of {check.facts['drafted']} drafts was accepted" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"target": "llama"}, r"target must be a decoder's target: SpeculativeDecoder\(model\).target, got str"),
+        ({"prompts": []}, "prompts must be at least one prompt, got none"),
+        ({"prompts": [[]]}, "prompt"),
+        ({"prompts": [[97]]}, "97"),
+        ({"prompts": ["text"]}, "prompt"),
+        ({"k": 0}, "k must be"),
+        ({"k": 2.5}, "k must be"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be"),
+    ],
+    ids=str,
+)
+def test_arguments_that_do_not_fit(arguments, said):
+    values = {"target": target(), "prompts": PROMPTS, "k": 4, "max_new_tokens": NEW} | arguments
+    of, prompts, k, new = values.values()
+    with pytest.raises(ValueError, match=said):
+        check_bits(of, prompts, k=k, max_new_tokens=new)
+    for check in (check_greedy, check_seeds, measure_speed, measure_acceptance):
+        with pytest.raises(ValueError, match=said):
+            check(of, PromptLookup(), prompts, k=k, max_new_tokens=new)
+    if "k" not in arguments:
+        with pytest.raises(ValueError, match=said):
+            check_module(of, prompts, max_new_tokens=new)
 
 
 def test_measurements_inform():
@@ -289,7 +323,8 @@ def test_plain_decoding_that_fails_is_named(monkeypatch):
 def test_mixtures_are_judged_by_teacher_forcing():
     """faults.md A1, A10."""
     assert check_bits(mixture(), PROMPTS).detail.startswith("not available: exact=True is not available for mixture")
-    for check in (greedy(mixture()), seeds(mixture()), distribution(mixture(), samples=100)):
+    of = mixture()
+    for check in (greedy(of), seeds(of, DraftModel(of.model)), distribution(of, samples=100)):
         assert check.passed is True, check.detail
         assert check.facts["rounding"]
     assert measure_speed(mixture(), PromptLookup(), PROMPTS).passed is None

@@ -11,7 +11,8 @@ from specdec_triton.adapter import ModelAdapter
 from specdec_triton.testing import toy_model
 from specdec_triton.verification import check_distribution, check_greedy, check_module, check_seeds
 
-PROMPTS = [[3, 5, 7, 3, 5, 7, 3, 5, 7, 11, 3], [2, 9, 2, 9, 2], [*range(20, 40)]]
+# After the last one the toy targets repeat themselves: n-grams are accepted.
+PROMPTS = [[3, 5, 7, 3, 5, 7, 3, 5, 7, 11, 3], [2, 9, 2, 9, 2], [*range(20, 40)], [5, 11, 47, 0] * 2]
 NEW = 12
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 

@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in ("target", "draft", "dtype", "max_new_tokens", "samples", "seed")}
     settings |= {"k": args.num_draft_tokens, "device": device, "prompts": len(ids), "complete": status == 0}
     lossless, sentence = verdict([check for check, _ in found])
+    if status:
+        sentence = f"interrupted after {len(found)} checks; so far: {sentence}"
     if args.json:
         write(json.dumps(as_json(found) | {"lossless": lossless, "verdict": sentence} | settings) + "\n")
     else:

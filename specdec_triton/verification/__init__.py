@@ -1,6 +1,11 @@
 """Does speculation change what a target writes? Checks on a target, a drafter and prompts of your own.
 
-Each check returns a :class:`Check`; ``specdec-triton verify`` runs them all. What counts as equal:
+Each check returns a :class:`Check`; ``specdec-triton verify`` runs them all. ``target`` is that of a decoder; prompts are token ids:
+
+>>> target = SpeculativeDecoder(model).target                                                       # doctest: +SKIP
+>>> print(check_greedy(target, PromptLookup(), [tokenizer("1 2 3 1 2 3")["input_ids"]]).detail)     # doctest: +SKIP
+
+A check whose arguments do not fit raises ValueError. What counts as equal:
 
 * ``check_greedy``, ``check_seeds``: token ids, against plain decoding (K = 0) by the same package.
 * ``check_module``: plain decoding's greedy token ids, against the logits of the module's own forward pass, up to rounding.

@@ -8,7 +8,7 @@ import torch
 
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.verification.check import Check
-from specdec_triton.verification.scoring import Scorer, why_inexact
+from specdec_triton.verification.scoring import Scorer, checked, why_inexact
 
 _BATCH = 8  # texts together; the logits of all of them are held
 
@@ -17,6 +17,7 @@ def check_bits(
     target: ModelAdapter, prompts: Sequence[Sequence[int]], *, k: int = 4, max_new_tokens: int = 32
 ) -> Check:
     """Logits along the prompts' greedy texts: one token a pass, then K+1 a pass, then K+1 each of all texts together."""
+    prompts = checked(target, prompts, k=k, max_new_tokens=max_new_tokens)
     if (reason := why_inexact(target)) is not None:
         return Check("bits", None, f"not available: {reason}", facts={"rounding": True})
     positions = 0

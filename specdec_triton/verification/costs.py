@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from specdec_triton._checks import check_integer
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter
 from specdec_triton.engine import SpeculativeDecoder
 from specdec_triton.sampling import SamplingParams
 from specdec_triton.verification.check import Check
-from specdec_triton.verification.scoring import why_inexact
+from specdec_triton.verification.scoring import checked, why_inexact
 from specdec_triton.verification.texts import MAX_BATCH_SIZE
 
 
@@ -29,6 +30,8 @@ def measure_speed(
     Medians of ``runs`` runs over the prompts, the two in turn, after one of each that is not counted. Prompts' passes
     included.
     """
+    prompts = checked(target, prompts, k=k, max_new_tokens=max_new_tokens)
+    check_integer("runs", runs, 1)
     of = type(drafter).__name__
     if why_inexact(target) is not None:
         return Check("speed", None, "exact passes are not available: there is nothing to compare", of)
@@ -61,6 +64,7 @@ def measure_acceptance(
     seed: int = 0,
 ) -> Check:
     """The share of drafts that each method accepts on the same prompts, together, K drafts a round."""
+    prompts = checked(target, prompts, k=k, max_new_tokens=max_new_tokens)
     of = type(drafter).__name__
     params = [
         SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed + i)

@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specdec_triton._checks import check_integer
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter
 from specdec_triton.engine import SpeculativeDecoder
@@ -43,7 +44,7 @@ from specdec_triton.sampling import SamplingParams
 from specdec_triton.verification.check import Check
 from specdec_triton.verification.enumeration import Tree, enumerate_texts, favoured_tokens, next_tokens
 from specdec_triton.verification.fit import Text, chi_square, tail, two_sided
-from specdec_triton.verification.scoring import Scorer, allowed_gap, why_inexact
+from specdec_triton.verification.scoring import Scorer, allowed_gap, checked, why_inexact
 
 FALSE_ALARM = 1e-4
 _DRAFTS = 4  # of a round, at most, that the long texts have room for
@@ -86,6 +87,9 @@ def check_distribution(
         method: ``rejection``, ``block``, or ``coupled``.
         seed: of torch's global generator, which draws the requests' own; it is put back afterwards.
     """
+    [prompt] = checked(target, [prompt], k=k)
+    check_integer("samples", samples, 1)
+    check_integer("seed", seed, 0)
     of = f"{type(drafter).__name__}, {method}"
     inexact = why_inexact(target) is not None
     scorer = Scorer(target)
@@ -137,8 +141,9 @@ def check_distribution(
     facts |= {"texts": len(long.tree.texts) + len(short.tree.texts), "p_value": p_value, **favoured.facts}
     if p_value < FALSE_ALARM:
         return Check("distribution", False, f"{what}; p = {p_value:.1g} < {FALSE_ALARM:g}", of, facts)
-    if not drafted or not degrees_of_all:
-        why = "nothing was drafted" if not drafted else "too few samples for any text"
+    if not accepted or not degrees_of_all:
+        why = "nothing was drafted" if not drafted else f"none of {drafted} drafts was accepted"
+        why = why if not accepted else "too few samples for any text"
         return Check("distribution", None, why, of, facts)
     detail = f"{tested}; p = {p_value:.2g} (alarm below {FALSE_ALARM:g}); {accepted} of {drafted} drafts accepted"
     return Check("distribution", True, detail, of, facts)

@@ -14,7 +14,7 @@ from specdec_triton.engine.scheduler import PREFILL_CHUNK
 from specdec_triton.observe import model_lock
 from specdec_triton.sampling import SamplingParams
 from specdec_triton.verification.check import Check
-from specdec_triton.verification.scoring import allowed_gap, why_inexact
+from specdec_triton.verification.scoring import allowed_gap, checked, why_inexact
 from specdec_triton.verification.texts import MAX_BATCH_SIZE
 
 
@@ -26,6 +26,7 @@ def check_module(target: ModelAdapter, prompts: Sequence[Sequence[int]], *, max_
     token (against itself in fp32); 0.79 is allowed, and 0.25 the largest gap that was seen. One more prompt is made of the others,
     so long that it is processed in two chunks, where the model's context allows.
     """
+    prompts = checked(target, prompts, max_new_tokens=max_new_tokens)
     params = SamplingParams(temperature=0, max_new_tokens=max_new_tokens, ignore_eos=True)
     several = [*prompts, _long(prompts, target.max_len, max_new_tokens)]
     decoder = SpeculativeDecoder(

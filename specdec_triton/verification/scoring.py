@@ -6,14 +6,34 @@ from collections.abc import Sequence
 
 import torch
 
+from specdec_triton._checks import check_integer, require
 from specdec_triton.adapter import ModelAdapter
+from specdec_triton.engine.admission import check_prompt, check_prompts
 from specdec_triton.engine.scheduler import PREFILL_CHUNK
 from specdec_triton.exactness import ExactPasses
+from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
 _PAGE_SIZE = 16
 # How far two logits may seem apart that are equal but for rounding, as a share of the largest one: 4 units in the last
 # place of 16-bit logits. fp32 sums of thousands of terms are off by more of their units.
 _GAPS = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8, torch.float32: 2.0**-17}
+
+
+def checked(
+    target: ModelAdapter, prompts: Sequence[Sequence[int]], *, k: int = 1, max_new_tokens: int = 1
+) -> list[list[int]]:
+    """The prompts as lists.
+
+    Raises:
+        ValueError: an argument of another kind or out of its range.
+    """
+    kind = type(target).__name__
+    require(isinstance(target, ModelAdapter), "target", "a decoder's target: SpeculativeDecoder(model).target", kind)
+    check_integer("k", k, 1, MAX_DRAFT_TOKENS)
+    check_integer("max_new_tokens", max_new_tokens, 1)
+    ids = [check_prompt(prompt, target.vocab_size) for prompt in check_prompts(prompts)]
+    require(len(ids) > 0, "prompts", "at least one prompt", "none")
+    return ids
 
 
 def why_inexact(target: ModelAdapter) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from specdec_triton._checks import check_integer
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, NoDraft
 from specdec_triton.engine import SpeculativeDecoder
@@ -22,7 +23,7 @@ from specdec_triton.engine.request import GenerationOutput
 from specdec_triton.reference.noise import Stream, gumbel
 from specdec_triton.sampling import SamplingParams
 from specdec_triton.verification.check import Check
-from specdec_triton.verification.scoring import Scorer, allowed_gap, why_inexact
+from specdec_triton.verification.scoring import Scorer, allowed_gap, checked, why_inexact
 
 MAX_BATCH_SIZE = 32
 _EVERY_K = 8  # up to here; beyond, only doublings and the largest
@@ -34,6 +35,7 @@ def check_greedy(
     target: ModelAdapter, drafter: Drafter, prompts: Sequence[Sequence[int]], *, k: int = 4, max_new_tokens: int = 48
 ) -> Check:
     """Greedy text for K = 1 .. k (beyond 8: doublings, and k), each prompt alone and all of them together."""
+    prompts = checked(target, prompts, k=k, max_new_tokens=max_new_tokens)
     params = [SamplingParams(temperature=0, max_new_tokens=max_new_tokens)] * len(prompts)
     counts = sorted({*range(1, min(k, _EVERY_K) + 1), *(n for n in (16, 32) if n < k), k})
     return _check("greedy", target, drafter, prompts, params, counts)
@@ -54,6 +56,8 @@ def check_seeds(
     Where bits are equal, all texts but every fourth are under logit rules and filters, and some have log-probabilities, which
     are compared too; fewer than four prompts are taken several times, for each kind of options.
     """
+    prompts = checked(target, prompts, k=k, max_new_tokens=max_new_tokens)
+    check_integer("seed", seed, 0)
     params = []
     if why_inexact(target) is None:
         prompts = [prompts[i % len(prompts)] for i in range(max(len(prompts), 4))]
@@ -177,8 +181,9 @@ def _check(
             largest = max(largest, gap)
     facts = {"texts": texts, "drafted": drafted, "accepted": accepted, "k": list(counts), "rounding": inexact}
     facts["preemptions"] = preemptions
-    if not drafted:
-        return Check(name, None, "nothing was drafted on these prompts", of, facts)
+    if not accepted:  # a decoder that only rejects shows half of what it does
+        why = f"none of {drafted} drafts was accepted" if drafted else "nothing was drafted"
+        return Check(name, None, f"{why} on these prompts", of, facts)
     kept = f"{accepted} of {drafted} drafts accepted, {preemptions} preemptions"
     if ties:
         detail = (
