@@ -1,6 +1,7 @@
 """How many drafts does each method accept? Of the real pair: in expectation, and counted while decoding.
 
     python -m bench.bench_acceptance --out bench/results/acceptance.jsonl
+    python -m bench.bench_acceptance --table bench/results/acceptance.jsonl --readme README.md
 
 The draft models are the target without some of its layers (bench_lossless.py). Expected values are means over places of written
 texts, of sums over the whole vocabulary: of the first draft sum min(p, q) for ``rejection``, and for ``coupled`` the probability that
@@ -22,7 +23,7 @@ import torch
 
 from bench.bench_generate import encode
 from bench.bench_lossless import LEFT_OUT, without_layers
-from bench.common import RESULTS, prompts, provenance, write_rows
+from bench.common import RESULTS, fill_in, prompts, provenance, read_rows, write_rows
 from specdec_triton import DraftModel, SamplingParams, SpeculativeDecoder, optimize
 from specdec_triton.models import load_model, load_tokenizer
 
@@ -167,6 +168,18 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def write_table(readme: Path, rows: list[dict[str, Any]]) -> None:
+    """Put the table, and where it was counted, between the README's markers."""
+    row = rows[0]
+    caption = (
+        f"SmolLM2, {row['dtype']}, with drafts of itself without some layers; {row['places']} to {max(r['places'] for r in rows)}"
+        f" places and {row['blocks']} to {max(r['blocks'] for r in rows)} blocks of {row['k']} drafts are summed over the whole"
+        f" vocabulary, the counted shares are those of decoding. {row['device']}, torch {row['torch']}, transformers"
+        f" {row['transformers']}."
+    )
+    fill_in(readme, "acceptance table", f"{table(rows)}\n\n{caption}")
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
@@ -176,11 +189,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperatures", nargs="*", type=float, default=(1.0, 0.6))
     parser.add_argument("-k", type=int, default=4, help="drafts a round")
     parser.add_argument("--out", type=Path, help=f"rows as JSON lines, such as {RESULTS.name}/acceptance.jsonl")
+    parser.add_argument("--table", type=Path, metavar="ROWS", help="print the table of these rows, and measure nothing")
+    parser.add_argument("--readme", type=Path, help="with --table: write it into this file, between its markers")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
-    print(table(acceptance(parse(argv))))
+    args = parse(argv)
+    rows = read_rows(args.table) if args.table else acceptance(args)
+    print(table(rows))
+    if args.table and args.readme:
+        write_table(args.readme, rows)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from bench.bench_generate import encode
-from bench.common import RESULTS, median, prompts, provenance, quantile, read_rows, write_rows
+from bench.common import RESULTS, fill_in, median, prompts, provenance, quantile, read_rows, write_rows
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, optimize
 from specdec_triton.models import load_model, load_tokenizer
 
@@ -199,7 +199,6 @@ def compact(rows: list[dict[str, Any]]) -> str:
 
 def write_tables(readme: Path, folder: Path) -> None:
     """Put both tables, and where they were measured, between the README's markers."""
-    start, end = "<!-- batching table -->\n", "<!-- end of batching table -->"
     mixed, tasks = (read_rows(folder / name) for name in ("batching.jsonl", "batching_tasks.jsonl"))
     row = mixed[0]
     table_rows = compact(mixed).splitlines() + compact(tasks).splitlines()[2:]
@@ -207,8 +206,7 @@ def write_tables(readme: Path, folder: Path) -> None:
         f"Medians, speeds against plain decoding paired by round; greedy, {row['dtype']}, {row['max_new_tokens']} new tokens,"
         f" {row['draft']} drafts, K = {row['k']}. {row['device']}, {row['threads']} threads, torch {row['torch']}."
     )
-    head, rest = readme.read_text().split(start)
-    readme.write_text(f"{head}{start}" + "\n".join(table_rows) + f"\n\n{caption}\n{end}{rest.split(end)[1]}")
+    fill_in(readme, "batching table", "\n".join(table_rows) + f"\n\n{caption}")
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

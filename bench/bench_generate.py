@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.common import RESULTS, median, prompts, provenance, quantile, read_rows, write_rows
+from bench.common import RESULTS, fill_in, median, prompts, provenance, quantile, read_rows, write_rows
 from specdec_triton import NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, optimize
 from specdec_triton.models import load_model, load_tokenizer
 
@@ -195,10 +195,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def write_table(readme: Path, rows: list[dict[str, Any]]) -> None:
     """Put the table, and where it was measured, between the README's markers."""
-    start, end = "<!-- generate table -->\n", "<!-- end of generate table -->"
-    text = readme.read_text()
-    head, rest = text.split(start)
-    tail = rest.split(end)[1]
     row = rows[0]
     caption = (
         f"Tokens per second, medians over {len({r['id'] for r in rows})} prompts; greedy, {row['dtype']},"
@@ -206,7 +202,7 @@ def write_table(readme: Path, rows: list[dict[str, Any]]) -> None:
         f" torch {row['torch']}, transformers {row['transformers']}; transformers' prompt lookup with {row['lookup']}"
         f' drafts, ours with up to {row["k"]}. "Same text" is against the same package\'s plain decoding.'
     )
-    readme.write_text(f"{head}{start}{table(rows)}\n\n{caption}\n{end}{tail}")
+    fill_in(readme, "generate table", f"{table(rows)}\n\n{caption}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

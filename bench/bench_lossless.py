@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from bench.bench_generate import Transformers, encode
-from bench.common import RESULTS, median, prompts, provenance, quantile, read_rows, write_rows
+from bench.common import RESULTS, fill_in, median, prompts, provenance, quantile, read_rows, write_rows
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, optimize
 from specdec_triton.models import load_model, load_tokenizer
 
@@ -32,14 +32,8 @@ DTYPES = ("bfloat16", "float32")
 DRAFTERS = ("ngram", "model")
 METHODS = ("greedy", "coupled")
 BATCHES = (1, 8)
-LEFT_OUT = (
-    3,
-    4,
-    5,
-    7,
-    14,
-    26,
-)  # layers of SmolLM2 that a draft model does without: it agrees with 6 of 10 of its greedy tokens
+# Layers of SmolLM2 that a draft model does without: it agrees with 6 of 10 of its greedy tokens.
+LEFT_OUT = (3, 4, 5, 7, 14, 26)
 SEED = 1234
 
 
@@ -225,7 +219,7 @@ def exactness(args: argparse.Namespace) -> None:
                 write_rows(args.out, rows)
 
 
-# The table.
+# The tables.
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -249,17 +243,36 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_table(readme: Path, rows: list[dict[str, Any]]) -> None:
-    """Put the table, and where it was counted, between the README's markers."""
-    start, end = "<!-- lossless table -->\n", "<!-- end of lossless table -->"
-    head, rest = readme.read_text().split(start)
-    row = rows[0]
+def cost_table(rows: list[dict[str, Any]]) -> str:
+    """Tokens per second with and without exact passes."""
+    lines = [
+        "| dtype | decoding | batch | exact, tokens/s | not exact | ratio |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        how = {"none": "plain", "ngram": f"n-gram drafts, K = {row['k']}"}[row["drafter"]]
+        lines.append(
+            f"| {row['dtype']} | {how} | {row['batch']} | {row['exact']:.1f} | {row['free']:.1f} | {row['ratio']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def write_tables(readme: Path, same: list[dict[str, Any]], costs: list[dict[str, Any]]) -> None:
+    """Put both tables, and where they were measured, between the README's markers."""
+    row = same[0]
+    threads = " and ".join(map(str, sorted({row["threads"] for row in same})))
     caption = (
         f"Texts of {row['prompts']} prompts, {row['max_new_tokens']} new tokens each, that are those of the same package's plain"
-        f" decoding, one prompt at a time. {row['device']}, {row['threads']} threads, torch {row['torch']}, transformers"
-        f" {row['transformers']}. The draft model is SmolLM2 without 6 of its 30 layers."
+        f" decoding, one prompt at a time. {row['device']}, {threads} thread(s), torch {row['torch']}, transformers"
+        f" {row['transformers']}. The draft model is SmolLM2 without {len(LEFT_OUT)} of its 30 layers."
     )
-    readme.write_text(f"{head}{start}{table(rows)}\n\n{caption}\n{end}{rest.split(end)[1]}")
+    fill_in(readme, "lossless table", f"{table(same)}\n\n{caption}")
+    row = costs[0]
+    caption = (
+        f"Medians, interleaved; greedy, {row['max_new_tokens']} new tokens. {row['device']}, {row['threads']} threads, torch"
+        f" {row['torch']}."
+    )
+    fill_in(readme, "exactness table", f"{cost_table(costs)}\n\n{caption}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -278,7 +291,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ks", nargs="*", type=int, default=range(1, 9))
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="transformers' own, too")
     parser.add_argument("--repeats", type=int, default=2, help="of which the faster counts (--exactness)")
-    parser.add_argument("--readme", type=Path, help="with --table: write it into this file, between its markers")
+    parser.add_argument("--readme", type=Path, help="with --table: write both into this file, between its markers")
     parser.add_argument("--out", type=Path, help=f"rows as JSON lines, such as {RESULTS.name}/identical.jsonl")
     return parser.parse_args(argv)
 
@@ -286,10 +299,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.table:
-        rows = read_rows(args.out or RESULTS / "identical.jsonl")
-        print(table(rows))
+        same, costs = (read_rows(RESULTS / f"{name}.jsonl") for name in ("identical", "exactness"))
+        print(table(same), cost_table(costs), sep="\n\n")
         if args.readme:
-            write_table(args.readme, rows)
+            write_tables(args.readme, same, costs)
     elif args.identical:
         identical(args)
     else:

@@ -66,6 +66,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def fill_in(readme: Path, name: str, text: str) -> None:
+    """Put ``text`` between the README's markers ``<!-- name -->`` and ``<!-- end of name -->``."""
+    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    head, rest = readme.read_text().split(start)
+    readme.write_text(f"{head}{start}{text}\n{end}{rest.split(end)[1]}")
+
+
 def prompts(tasks: Sequence[str] | None = None, per_task: int | None = None) -> list[dict[str, str]]:
     """The benchmark's prompts: seven tasks, six each."""
     chosen: list[dict[str, str]] = []

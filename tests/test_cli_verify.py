@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec_triton import models as model_names
 from specdec_triton import ops, verification
+from specdec_triton._library import why_not_triton
 from specdec_triton.cli import main, verify
 from specdec_triton.testing import TOY_VOCAB, toy_model
 from specdec_triton.verification import Check
@@ -38,6 +39,7 @@ def folders(tmp_path_factory):
         "draft": draft,
         "mixture": toy_model("mixtral", num_local_experts=4, num_experts_per_tok=2),
         "large": toy_model(vocab_size=3000),
+        "small": toy_model(num_hidden_layers=1, tie_word_embeddings=True, seed=3, max_position_embeddings=32),
     }
     return {name: save(model, root / name) for name, model in made.items()}
 
@@ -165,6 +167,17 @@ def test_interrupt_prints_what_was_found(command, monkeypatch, flags):
         sentence = out.splitlines()[-1]
     assert sentence.startswith("interrupted after 3 checks; so far: ")
     assert sentence.endswith("seeded and sampled text is not checked")
+
+
+@pytest.mark.skipif(why_not_triton("verify_attention", "cpu") is not None, reason="the kernels cannot run here")
+def test_on_the_kernels(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECDEC_BACKEND", "triton")
+    (tmp_path / "one").write_text("w21 w20 w32 w67 w21 w20 w32 w67")  # after which the small model repeats itself
+    few = ["--prompts", tmp_path / "one", "-k", "1", "--max-new-tokens", "4", "--samples", "2"]
+    status, out, _ = command(*few, "--json", target="small")
+    found = json.loads(out)
+    assert (status, found["lossless"]) == (0, True), out
+    assert {check["name"] for check in found["checks"] if check["passed"]} == {"module", "bits", "greedy", "seeds"}
 
 
 def test_prompts_of_a_file(tmp_path):

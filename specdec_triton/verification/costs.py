@@ -28,7 +28,7 @@ def measure_speed(
     """Tokens per second of greedy text, one prompt after the other, with bits that are the same in every pass and without.
 
     Medians of ``runs`` runs over the prompts, the two in turn, after one of each that is not counted. Prompts' passes
-    included.
+    included. Where the texts differ, so do the passes that they take: the cost is of a pass.
     """
     prompts = checked(target, prompts, k=k, max_new_tokens=max_new_tokens)
     check_integer("runs", runs, 1)
@@ -36,19 +36,32 @@ def measure_speed(
     if why_inexact(target) is not None:
         return Check("speed", None, "exact passes are not available: there is nothing to compare", of)
     params = SamplingParams(temperature=0, max_new_tokens=max_new_tokens)
-    speeds: dict[bool, list[float]] = {True: [], False: []}
     decoders = {
         exact: SpeculativeDecoder(target, drafter, num_draft_tokens=k, max_batch_size=1, exact=exact, adaptive=False)
-        for exact in speeds
+        for exact in (True, False)
     }
+    tokens: dict[bool, list[float]] = {exact: [] for exact in decoders}  # a second, like the passes
+    passes: dict[bool, list[float]] = {exact: [] for exact in decoders}
+    texts: dict[bool, list[list[int]]] = {}
     for turn in range(runs + 1):
         for exact, decoder in decoders.items():
-            stats = [decoder.generate([prompt], params)[0].stats for prompt in prompts]
+            outputs = [decoder.generate([prompt], params)[0] for prompt in prompts]
+            texts[exact] = [output.token_ids for output in outputs]
             if turn:
-                speeds[exact].append(sum(s.new_tokens for s in stats) / sum(s.seconds for s in stats))
-    on, off = median(speeds[True]), median(speeds[False])
-    detail = f"{on:.1f} tokens/s with exact passes, {off:.1f} without: exactness costs {1 - on / off:.0%}"
-    facts = {"exact_tokens_per_second": on, "inexact_tokens_per_second": off, "cost": 1 - on / off}
+                seconds = sum(output.stats.seconds for output in outputs)
+                tokens[exact].append(sum(output.stats.new_tokens for output in outputs) / seconds)
+                passes[exact].append(sum(output.stats.target_passes for output in outputs) / seconds)
+    on, off = median(tokens[True]), median(tokens[False])
+    cost = 1 - median(passes[True]) / median(passes[False])
+    differing = sum(a != b for a, b in zip(texts[True], texts[False], strict=True))
+    others = f", {differing} of {len(prompts)} texts differ" if differing else ""
+    detail = f"{on:.1f} tokens/s with exact passes, {off:.1f} without{others}: exactness costs {max(cost, 0):.0%} of the passes' speed"
+    facts = {
+        "exact_tokens_per_second": on,
+        "inexact_tokens_per_second": off,
+        "cost": cost,
+        "texts_differing": differing,
+    }
     return Check("speed", None, detail, of, facts)
 
 
