@@ -118,6 +118,8 @@ def _load_failure(what: str, name: str, error: Exception) -> str:
     if os.path.isdir(name):
         if not os.path.isfile(os.path.join(name, "config.json")):
             return f"cannot load the {what} {name!r}: the folder has no config.json"
+        if "Couldn't instantiate the backend tokenizer" in reason:
+            reason = "the folder has no tokenizer.json, nor another tokenizer that can be read here"
     elif os.path.exists(name):
         reason = "that is a file; name the folder that holds config.json"
     elif "Repo id must" in reason or "Cannot have" in reason:

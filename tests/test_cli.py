@@ -367,7 +367,7 @@ def test_mistakes_in_the_arguments(capsys, arguments, parts):
     [
         ("empty", "none", ["the folder has no config.json"]),
         ("broken", "none", ["config.json"]),
-        ("bare", "none", ["tokenizer"]),
+        ("bare", "none", ["the folder has no tokenizer.json"]),
         ("headless", "none", ["lacks", "lm_head.weight"]),
         ("mamba", "none", ["MambaForCausalLM", "cannot be decoded"]),
         ("words", "mamba", ["MambaForCausalLM", "cannot be decoded"]),

@@ -191,7 +191,7 @@ def test_prompts_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("", "the prompt is empty"),
+        ("", "the prompt is empty: '"),
         ('{"prompt": "a"}\n\nplain\n', "line 3"),
         ('{"prompt": 7}', "line 1"),
         ('{"text": "a"}', "line 1"),

@@ -149,7 +149,7 @@ def read_prompt(prompt: str | None, path: str | None) -> str:
     if text is not prompt:
         text = text.removesuffix("\n").removesuffix("\r")
     if not text.strip():
-        raise UsageError("the prompt is empty")
+        raise UsageError("the prompt is empty" if path in (None, "-") else f"the prompt is empty: {path!r}")
     return text
 
 
