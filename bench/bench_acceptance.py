@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from bench.common import RESULTS, fill_in, prompts, provenance, read_rows, write
 from specdec_triton import DraftModel, SamplingParams, SpeculativeDecoder, optimize
 from specdec_triton.models import load_model, load_tokenizer
 
+_BLOCKS = 16  # at each place
 PAIRS = (LEFT_OUT[:2], LEFT_OUT, (*LEFT_OUT, 9, 15, 17, 25))
 
 
@@ -89,17 +90,9 @@ def _expected(
             first["rejection"].append(float(torch.minimum(p[at], q[at]).sum()))
             first["coupled"].append(coupled_acceptance(p[at], q[at]))
         for at in range(len(prompt), len(text), 12):
-            start, drafts = text[:at], []
-            for _ in range(k):
-                row = draft(torch.tensor([[*start, *drafts]]), use_cache=False, logits_to_keep=1).logits[0, -1].float()
-                drafts.append(int(torch.multinomial((row / temperature).softmax(-1), 1, generator=generator)))
-            whole = torch.tensor([[*start, *drafts]])
-            block_p, block_q = (
-                (m(whole, use_cache=False, logits_to_keep=k + 1).logits[0].float() / temperature).softmax(-1)
-                for m in (target, draft)
-            )
-            blocks["rejection"].append(token_length(block_p, block_q, drafts))
-            blocks["block"].append(block_length(block_p, block_q, drafts))
+            drawn = list(_blocks(target, draft, text[:at], temperature, k, generator))
+            for name, length in (("rejection", token_length), ("block", block_length)):
+                blocks[name].append(sum(length(block_p, block_q, ids) for ids, block_p, block_q in drawn) / len(drawn))
     mean = {name: sum(x) / len(x) for name, x in first.items()}
     gain = torch.tensor(blocks["block"]) - torch.tensor(blocks["rejection"])
     return {
@@ -108,8 +101,32 @@ def _expected(
         "expected_per_round": {name: sum(x) / len(x) for name, x in blocks.items()},
         "block_gain": float(gain.mean()),
         "block_gain_error": float(gain.std() / len(gain) ** 0.5),
-        "blocks": len(gain),
+        "blocks": len(gain) * _BLOCKS,
     }
+
+
+def _blocks(
+    target: Any, draft: Any, text: list[int], temperature: float, k: int, generator: torch.Generator
+) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
+    """Blocks of k drafts behind a text, drawn from the draft model, with p ``[k+1,V]`` and q ``[k,V]``."""
+
+    def read(model: Any) -> tuple[torch.Tensor, Any]:
+        """The next token's logits ``[blocks,V]``, and the text's keys and values for every block."""
+        out = model(torch.tensor([text]), use_cache=True, logits_to_keep=1)
+        out.past_key_values.batch_repeat_interleave(_BLOCKS)
+        return out.logits[:, -1].expand(_BLOCKS, -1), out.past_key_values
+
+    row, cache = read(draft)
+    q, drafts = [], []
+    for _ in range(k):
+        q.append((row.float() / temperature).softmax(-1))
+        drafts.append(torch.multinomial(q[-1], 1, generator=generator))
+        row = draft(drafts[-1], past_key_values=cache, use_cache=True).logits[:, -1]
+    tokens = torch.cat(drafts, 1)
+    row, cache = read(target)
+    rows = target(tokens, past_key_values=cache, use_cache=True).logits
+    p = (torch.cat((row[:, None], rows), 1).float() / temperature).softmax(-1)
+    yield from zip(tokens.tolist(), p, torch.stack(q, 1), strict=True)
 
 
 def coupled_acceptance(p: torch.Tensor, q: torch.Tensor) -> float:
