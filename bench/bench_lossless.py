@@ -263,7 +263,7 @@ def write_tables(readme: Path, same: list[dict[str, Any]], costs: list[dict[str,
     threads = " and ".join(map(str, sorted({row["threads"] for row in same})))
     caption = (
         f"Texts of {row['prompts']} prompts, {row['max_new_tokens']} new tokens each, that are those of the same package's plain"
-        f" decoding, one prompt at a time. {row['device']}, {threads} thread(s), torch {row['torch']}, transformers"
+        f" decoding, one prompt at a time. {row['device']}, threads: {threads}, torch {row['torch']}, transformers"
         f" {row['transformers']}. The draft model is SmolLM2 without {len(LEFT_OUT)} of its 30 layers."
     )
     fill_in(readme, "lossless table", f"{table(same)}\n\n{caption}")
