@@ -1,7 +1,7 @@
 """Run a transformers causal language model over the paged KV cache.
 
 The model stays the module that transformers loaded. For the length of one forward pass its attention implementation is
-switched to :func:`paged_attention`, which appends the new keys and values to the pages and attends through
+switched to that of ``passes.py``, which appends the new keys and values to the pages and attends through
 ``verify_attention``; the pass's metadata travel through the model's keyword arguments. Which models this works for is
 found by watching a short pass (``observe.py``), not from a list of names.
 
@@ -14,119 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 
 from specdec_triton import ops
 from specdec_triton.exactness import InvariantRows, kernels_backend
+from specdec_triton.head import Head, find_head
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.observe import Observation, attention_configs, has_dropout, model_lock, observe
-from specdec_triton.reference.append_kv import append_planned
-from specdec_triton.reference.paging import Plan, make_plan
-from specdec_triton.reference.verify_attention import attend_planned
+from specdec_triton.passes import IMPLEMENTATION, Backends, Pass, applies_softcap
+from specdec_triton.reference.paging import make_plan
 from specdec_triton.row_invariant import RowInvariant
-
-IMPLEMENTATION = "specdec_paged"
-_append_kv = torch.ops.specdec.append_kv.default
-_verify_attention = torch.ops.specdec.verify_attention.default
-
-
-@dataclass
-class Pass:
-    """Metadata of one forward pass: B requests with up to T new tokens each, packed into N rows.
-
-    Attributes:
-        cache: the pages.
-        block_table: int32 ``[B,max_pages]``. context_lens, query_lens: int32 ``[B]`` (query_lens None: T each).
-        batch, count: B and T. rows: B*T, or with ``take`` the number of real rows.
-        take: int64 ``[B,T]``, the packed row of (b, t) (any row where t >= query_lens[b]); None: row b*T + t.
-        put: int64 ``[N]``, the b*T + t of a packed row; None with take None.
-        backend: of append_kv and of verify_attention.
-        softcap: whether the module's own attention applies the softcap that the model states.
-        plan: on the CPU, what both ops would find out again in every layer; None: let them.
-    """
-
-    cache: KVCache
-    block_table: torch.Tensor
-    context_lens: torch.Tensor
-    query_lens: torch.Tensor | None
-    batch: int
-    count: int
-    rows: int
-    take: torch.Tensor | None
-    put: torch.Tensor | None
-    backend: tuple[str, str]
-    softcap: bool
-    plan: Plan | None
-
-    def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """Packed rows ``[N,H,D]`` -> ``[B,T,H,D]``."""
-        if self.take is not None:
-            return x[self.take]
-        x = x if len(x) == self.rows else x[: self.rows]
-        return x.view(self.batch, self.count, *x.shape[1:])
-
-
-def paged_attention(
-    p: Pass,
-    layer: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None,
-    sliding_window: int | None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Append the rows' keys and values ``[N,Hkv,D]`` to the pages, attend with q ``[N,Hq,D]``: ``[N,Hq,D]``."""
-    k_cache, v_cache = p.cache.layer(layer)
-    if p.plan is not None:
-        append_planned(k, v, k_cache, v_cache, p.plan)
-        return attend_planned(q, k_cache, v_cache, p.plan, scale, sliding_window, softcap, sinks)
-    total = len(q)
-    q, k, v = p.unpack(q), p.unpack(k), p.unpack(v)
-    _append_kv(
-        k, v, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, None, None, False, p.backend[0]
-    )
-    out = _verify_attention(
-        q, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, scale, None, sliding_window, softcap,
-        sinks, None, None, p.backend[1],
-    ).flatten(0, 1)  # fmt: skip
-    if p.put is not None:
-        out = out.index_select(0, p.put)
-    if len(out) < total:  # rows that only pad the matrix products
-        out = torch.cat((out, out.new_zeros(total - len(out), *out.shape[1:])))
-    return out
-
-
-def _attention_interface(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    specdec_pass: Pass | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature: query ``[1,Hq,N,D]``, key and value ``[1,Hkv,N,D]`` -> ``[1,N,Hq,D]``."""
-    if specdec_pass is None:  # observe() lets no model through that drops the keyword arguments
-        raise RuntimeError(
-            "a decoder runs this model in another thread: call the module's own forward or generate between its steps"
-        )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    softcap = softcap if specdec_pass.softcap else None
-    return paged_attention(specdec_pass, layer, q, k, v, scaling, sliding_window, softcap, s_aux)[None], None
-
-
-AttentionInterface.register(IMPLEMENTATION, _attention_interface)
 
 
 class ModelAdapter:
@@ -152,16 +52,19 @@ class ModelAdapter:
         self.fixed_shapes = self.device.type != "cpu"  # a pass reads no value back
         self._configs = attention_configs(model)
         like = torch.empty(0, device=self.device)
-        self._backend = (
-            ops.resolve_backend(backend, "append_kv", like),
-            ops.resolve_backend(backend, "verify_attention", like),
+        self._backends = Backends(
+            *(ops.resolve_backend(backend, op, like) for op in ("append_kv", "verify_attention", "skinny_linear"))
         )
         self._invariant_backend = kernels_backend(backend, like)
         self._keeps_logits = self.observation.keeps_logits
-        # sdpa has no softcap. Older transformers drop it there without a word, and the text is what the module writes.
-        self._softcap = self.config._attn_implementation != "sdpa"
+        self._softcap = applies_softcap(self.config)
         self._rows: InvariantRows | None = None
         self.observation.check_cached_passes(self)
+
+    @cached_property
+    def head(self) -> Head | None:
+        """The last product, where drafts can be judged without writing its logits; None: logits are all there is."""
+        return find_head(self.model)
 
     def check_ready(self) -> None:
         """Raises RuntimeError in training mode, where passes are random."""
@@ -231,11 +134,8 @@ class ModelAdapter:
             logits ``[B,T,V]``, or ``[B,1,V]`` with ``last_only``; rows at or past query_lens are unspecified. ``[N,V]`` if packed.
         """
         batch, count = tokens.shape
-        ids, position, p = self._pack(tokens, cache, block_table, context_lens, query_lens)
-        products: AbstractContextManager[object] = nullcontext()
-        if rows is not None and not self.pads:
-            products = self.invariant_products()
-        elif rows is not None and rows > p.rows:
+        ids, position, p = self._pack(tokens, cache, block_table, context_lens, query_lens, rows is not None)
+        if p.exact and self.pads and rows is not None and rows > p.rows:
             ids = torch.nn.functional.pad(ids, (0, rows - p.rows))
             position = torch.nn.functional.pad(position, (0, rows - p.rows))
         keep: dict[str, Any] = {}
@@ -243,15 +143,39 @@ class ModelAdapter:
             ends = _last_rows(p)
             if self._keeps_logits:
                 keep = {"logits_to_keep": ends}
-        with model_lock(self.model), self._switched(), products, torch.inference_mode():
-            logits = self.model(
-                input_ids=ids[None], position_ids=position[None], use_cache=False, specdec_pass=p, **keep
-            ).logits[0]
+        logits = self._call(self.model, ids, position, p, **keep).logits[0]
         if last_only:
             return (logits if keep else logits[ends])[:, None]
         if packed:
             return logits[: p.rows]
         return logits[p.take] if p.take is not None else logits[: p.rows].unflatten(0, (batch, count))
+
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        cache: KVCache,
+        block_table: torch.Tensor,
+        context_lens: torch.Tensor,
+        query_lens: torch.Tensor | None = None,
+        *,
+        exact: bool = False,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """:meth:`forward` up to the head, ``[B,T,H]`` or ``[B,1,H]``; only with ``fixed_shapes`` and a :attr:`head`.
+
+        Args:
+            exact: as with ``rows``.
+        """
+        assert self.head is not None
+        ids, position, p = self._pack(tokens, cache, block_table, context_lens, query_lens, exact)
+        x = self._call(self.head.decoder, ids, position, p).last_hidden_state[0]
+        return x[_last_rows(p)][:, None] if last_only else x.unflatten(0, tokens.shape)
+
+    def _call(self, module: Any, ids: torch.Tensor, position: torch.Tensor, p: Pass, **options: Any) -> Any:
+        """The model, or its part before the head, over the pages."""
+        products = self.invariant_products() if p.exact else nullcontext()
+        with model_lock(self.model), self._switched(), products, torch.inference_mode():
+            return module(input_ids=ids[None], position_ids=position[None], use_cache=False, specdec_pass=p, **options)
 
     def _pack(
         self,
@@ -260,6 +184,7 @@ class ModelAdapter:
         block_table: torch.Tensor,
         context_lens: torch.Tensor,
         query_lens: torch.Tensor | None,
+        exact: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, Pass]:
         """Token ids and positions of the pass's rows, int64 ``[N]`` each, and its metadata."""
         batch, count = tokens.shape
@@ -279,21 +204,22 @@ class ModelAdapter:
                 starts = query_lens.cumsum(0) - query_lens
                 take = (starts[:, None] + inside).clamp(max=total - 1)
                 tokens, position = tokens.flatten()[put], position.flatten()[put]
-            if self._backend == ("torch", "torch"):
+            if self._backends[:2] == ("torch", "torch"):
                 plan = make_plan(block_table, context_lens, query_lens, count, cache.page_size)
         p = Pass(
-            cache,
-            block_table,
-            context_lens,
-            query_lens,
-            batch,
-            count,
-            total,
-            take,
-            put,
-            self._backend,
-            self._softcap,
-            plan,
+            cache=cache,
+            block_table=block_table,
+            context_lens=context_lens,
+            query_lens=query_lens,
+            batch=batch,
+            count=count,
+            rows=total,
+            take=take,
+            put=put,
+            backends=self._backends,
+            exact=exact,
+            softcap=self._softcap,
+            plan=plan,
         )
         return tokens.flatten(), position.flatten(), p
 

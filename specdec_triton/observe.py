@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -36,7 +38,7 @@ _locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 @dataclass
 class Call:
-    """One attention layer's call of the interface."""
+    """One attention layer's call of the interface; sinks: whether it has any."""
 
     layer: int
     kv_heads: int
@@ -44,6 +46,8 @@ class Call:
     value_dim: int
     dtype: torch.dtype
     sliding_window: int | None
+    softcap: float | None
+    sinks: bool
     causal: bool
     kwargs_arrive: bool
     mask: torch.Tensor | None
@@ -65,6 +69,8 @@ def _recording_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     specdec_pass: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -77,6 +83,8 @@ def _recording_attention(
             value_dim=value.shape[-1],
             dtype=key.dtype,
             sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux is not None,
             causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
             kwargs_arrive=specdec_pass is not None,
             mask=attention_mask,
@@ -238,31 +246,41 @@ def _probe_tokens(vocab_size: int, device: torch.device) -> torch.Tensor:
 
 
 def _record(model: Any, device: torch.device, config: Any) -> tuple[_Recording, int]:
-    with model_lock(model), _lock:
-        return _record_locked(model, device, config)
-
-
-def _record_locked(model: Any, device: torch.device, config: Any) -> tuple[_Recording, int]:
-    recording = _Recording([], [])
-    configs = attention_configs(model)
-    before = [c._attn_implementation_internal for c in configs]
     tokens = _probe_tokens(config.vocab_size, device)
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
-    _active.append(recording)
-    try:
-        for c in configs:
-            c._attn_implementation_internal = RECORDING_ON_META if device.type == "meta" else RECORDING
-        with torch.inference_mode():
-            out = model(input_ids=tokens, position_ids=positions, use_cache=False, specdec_pass=recording)
-    except Exception as error:
-        raise _refuse(
-            model, f"it does not accept position_ids and keyword arguments for its attention: {error}"
-        ) from error
-    finally:
-        _active.pop()
-        for c, implementation in zip(configs, before, strict=True):
-            c._attn_implementation_internal = implementation
+    with _recording(model, RECORDING_ON_META if device.type == "meta" else RECORDING) as recording:
+        try:
+            with torch.inference_mode():
+                out = model(input_ids=tokens, position_ids=positions, use_cache=False, specdec_pass=recording)
+        except Exception as error:
+            raise _refuse(
+                model, f"it does not accept position_ids and keyword arguments for its attention: {error}"
+            ) from error
     return recording, out.logits.shape[-1]
+
+
+def shapes_alone(model: Any) -> AbstractContextManager[object]:
+    """Inside, on the meta device, the model's passes look at no value, which masks would."""
+    on_meta = next(model.parameters()).device.type == "meta"
+    return _recording(model, RECORDING_ON_META) if on_meta else nullcontext()
+
+
+@contextmanager
+def _recording(model: Any, implementation: str) -> Iterator[_Recording]:
+    """The model's attention switched to one that records."""
+    with model_lock(model), _lock:
+        recording = _Recording([], [])
+        configs = attention_configs(model)
+        before = [c._attn_implementation_internal for c in configs]
+        _active.append(recording)
+        try:
+            for c in configs:
+                c._attn_implementation_internal = implementation
+            yield recording
+        finally:
+            _active.pop()
+            for c, own in zip(configs, before, strict=True):
+                c._attn_implementation_internal = own
 
 
 def _check_calls(model: Any, calls: list[Call], config: Any) -> None:

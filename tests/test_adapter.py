@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
-from specdec_triton.adapter import IMPLEMENTATION, ModelAdapter
+from specdec_triton.adapter import ModelAdapter
 from specdec_triton.errors import UnsupportedModelError
 from specdec_triton.observe import RECORDING, attention_configs
+from specdec_triton.passes import IMPLEMENTATION
 from specdec_triton.testing import always_wrong, own_logits, plain_greedy, random_drafts, toy_model
 
 WINDOW = {"sliding_window": 4}

@@ -44,7 +44,10 @@ MODELS = [
     ("Qwen3", {"head_dim": 16}, True),
     ("Granite", {"residual_multiplier": 0.5}, False),
     ("Gemma", {"head_dim": 16}, True),
-    ("Phi3", {}, False),
+    ("Phi3", {}, True),
+    ("Gemma2", {"head_dim": 16, "sliding_window": 4}, True),
+    ("Gemma3Text", {"head_dim": 16, "sliding_window": 4}, True),
+    ("SmolLM3", {"no_rope_layer_interval": 2}, True),
     ("Olmo2", {}, False),
     ("Starcoder2", {}, False),
     ("GPTNeoX", {}, False),
@@ -55,7 +58,7 @@ TOKENS = torch.tensor([[3, 14, 15, 92, 65, 35, 8, 9, 79, 32]])
 def toy(name: str, options: dict[str, object], dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SHAPE, **options)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name:  # weights of one hide a norm that is applied twice or never
             nn.init.uniform_(parameter, 0.5, 1.5)

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from specdec_triton import DraftModel, PromptLookup, SamplingParams, SpeculativeDecoder
-from specdec_triton.adapter import IMPLEMENTATION, ModelAdapter
+from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, Drafts, DraftSession
 from specdec_triton.engine.interrupts import interrupts_held
 from specdec_triton.engine.turns import Turns
+from specdec_triton.passes import IMPLEMENTATION
 from specdec_triton.testing import (
     ScriptedDrafter,
     always_right,

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from specdec_triton import ops
 
 
 class FusedRMSNorm(nn.Module):
@@ -12,19 +18,26 @@ class FusedRMSNorm(nn.Module):
 
     On the CPU ``F.rms_norm`` is eight small operations. For fp32 there, half as many do: with n = |x| over H numbers,
     x / sqrt(mean(x^2) + eps) = x sqrt(H) / hypot(n, sqrt(H eps)).
+
+    Attributes:
+        add_one: whether the factor is 1 + weight. kernels: whether it is one launch of ``ops.rms_norm`` on a device.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, *, add_one: bool) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps
-        scale = weight.detach() if offset == 0 else weight.detach().float() + offset
+        self.add_one = add_one
+        self.kernels = False
+        scale = weight.detach().float() + 1 if add_one else weight.detach()
         width = len(weight)
         self._scale = nn.Buffer(scale, persistent=False)
         self._wide_scale = nn.Buffer(scale.float() * width**0.5, persistent=False)
         self._floor = nn.Buffer(torch.tensor((width * eps) ** 0.5, device=weight.device), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kernels:
+            return ops.rms_norm(x, self.weight, eps=self.eps, add_one=self.add_one)  # type: ignore[no-any-return]
         if x.dtype == torch.float32 and x.device.type == "cpu":
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return x.div(torch.hypot(length, self._floor)).mul_(self._wide_scale)
@@ -44,12 +57,19 @@ def fused_norm(module: nn.Module) -> FusedRMSNorm | None:
     weight: nn.Parameter = module.weight  # type: ignore[assignment]
     if weight.dim() != 1:
         return None
-    candidates = (FusedRMSNorm(weight, eps, offset) for offset in (0.0, 1.0))
-    return next((fused for fused in candidates if _agree(module, fused, weight)), None)
+    if weight.is_meta:  # numbers can be compared elsewhere
+        module = copy.deepcopy(module).to_empty(device="cpu")
+        nn.init.uniform_(module.weight, 0.5, 1.5)  # type: ignore[arg-type]
+    return next((norm(weight) for norm in _norms(eps) if _agree(module, norm(module.weight))), None)  # type: ignore[arg-type]
 
 
-def _agree(module: nn.Module, fused: nn.Module, weight: torch.Tensor) -> bool:
+def _norms(eps: float) -> list[Callable[[nn.Parameter], FusedRMSNorm]]:
+    return [partial(FusedRMSNorm, eps=eps, add_one=add_one) for add_one in (False, True)]
+
+
+def _agree(module: nn.Module, fused: FusedRMSNorm) -> bool:
     """Whether two norms compute the same up to rounding, on inputs small enough for eps to matter and large ones."""
+    weight = fused.weight
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, weight.shape[0], generator=generator) * torch.tensor([[1e-3], [0.1], [1.0], [30.0]])
     x = x.to(weight.device, weight.dtype)

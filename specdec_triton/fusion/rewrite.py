@@ -1,48 +1,55 @@
-"""``optimize(model)``: the same model with fewer operations a pass and faster small-row products on the CPU.
+"""``optimize(model)``: the same model with fewer launches and operations a pass, and faster small-row products on the CPU.
 
 Four rewrites, each found by structure and by watching a short pass, never by model name:
 
-* RMS norms take fewer operations (``norms.py``);
+* RMS norms take fewer operations, on a GPU one launch (``norms.py``);
 * linear layers that are given the same tensor become one product (``siblings.py``);
 * on the CPU, weights are packed where that is faster on this machine (``packed_linear.py``);
-* decoder layers of the usual structure take a shorter way in the adapter's passes (``decoder_layer.py``).
+* decoder layers of the usual structure take a shorter way in the adapter's passes (``decoder_layer.py``): on a GPU one launch of a
+  kernel for each of their steps (``kernel_form.py``), on the CPU few operations (``short_form.py``).
 
 What is not recognised stays as it is. The untouched module is the oracle: logits are compared before and after, and each
-decoder layer's output in fp32. The work goes layer by layer, so that no more than one layer is in memory twice.
+decoder layer's output in fp32 (on the meta device, where there are no numbers, nothing). The work goes layer by layer, so that no more than one layer is in memory twice.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
+from specdec_triton._checks import check_bool
 from specdec_triton.errors import UnsupportedModelError
+from specdec_triton.exactness import kernels_backend
 from specdec_triton.fusion.checkpoint_pages import CheckpointPages
-from specdec_triton.fusion.decoder_layer import RopeTables, fused_decoder_layer, layer_agrees
+from specdec_triton.fusion.decoder_layer import LayerForms
 from specdec_triton.fusion.norms import FusedRMSNorm, fused_norm
 from specdec_triton.fusion.packed_linear import PackedLinear, best_packing
 from specdec_triton.fusion.siblings import FusedPart, fuse_siblings
-from specdec_triton.observe import Observation, has_dropout, observe
+from specdec_triton.observe import Observation, has_dropout, observe, shapes_alone
 
 _PROBE_TOKENS = 5
 _RELOAD = "load the model again and use it without optimize()"
 
 
-def optimize(model: Any) -> Any:
+def optimize(model: Any, *, kernels: bool | None = None) -> Any:
     """Rewrite ``model`` in place for fast inference, and return it.
 
     Args:
         model: a transformers causal language model in evaluation mode.
+        kernels: whether layers run in our kernels; None: on a GPU with Triton, and on the meta device, where passes are counted.
 
     Afterwards the module is for inference: packed weights are not parameters any more, so it can be neither trained, saved,
     cast nor moved. ``forward`` and ``generate`` work as before, up to rounding: in half precision a text can part ways
     with the original's where two tokens are nearly equally likely. Calling it twice does nothing more.
 
     Raises:
+        ValueError: ``kernels`` is neither a bool nor None.
         UnsupportedModelError: not a transformers model in evaluation mode; or the rewritten model's logits differ from the
             original's by more than rounding.
 
@@ -55,6 +62,9 @@ def optimize(model: Any) -> Any:
         return model
     if model.training and has_dropout(model):
         raise UnsupportedModelError(f"{type(model).__name__} is in training mode, with dropout: call model.eval()")
+    check_bool("kernels", kernels, optional=True)
+    if kernels is None:
+        kernels = kernels_backend(None, next(model.parameters())) is not None
     vocab_size = model.config.get_text_config().vocab_size
     tokens = (torch.arange(1, _PROBE_TOKENS + 1, device=model.device)[None] * 7919) % vocab_size
     try:
@@ -64,29 +74,36 @@ def optimize(model: Any) -> Any:
     short_pass = _watch(model, tokens)
     for parent, name, module in _children(model):
         if not _has_hooks(module) and (norm := fused_norm(module)) is not None:
+            norm.kernels = kernels and norm.weight.device.type != "cpu"
             setattr(parent, name, norm)
-    packing = best_packing(module for _, _, module in _children(model) if _is_plain_linear(module))
-    pages, rope = CheckpointPages(), RopeTables()
+    packing = None if kernels else best_packing(module for _, _, module in _children(model) if _is_plain_linear(module))
+    pages, forms = CheckpointPages(), LayerForms(kernels=kernels)
     for parent, name, module in _children(model):
         layer = getattr(getattr(module, "self_attn", None), "layer_idx", None)
         if observation is None or layer is None or module not in short_pass.arguments or _has_hooks(module):
             continue
         _fuse_siblings(module, short_pass.siblings, pages)
-        window = next((call.sliding_window for call in observation.calls if call.layer == layer), None)
-        usual = fused_decoder_layer(module, window, rope) is not None and layer_agrees(
-            module, window, *short_pass.arguments[module], observation.layers
-        )
+        call = next(call for call in observation.calls if call.layer == layer)
+        order, arguments = short_pass.orders[module], short_pass.arguments[module]
+        index = forms.find(module, order, call, arguments, observation.layers)
         _pack(module, packing, pages)
-        if usual:
-            setattr(parent, name, fused_decoder_layer(module, window, rope))
+        if index is not None:
+            setattr(parent, name, forms.fused(module, order, call, index))
     _fuse_siblings(model, short_pass.siblings, pages)
     _pack(model, packing, pages)
     if packing is not None:
         _widen(model)
+    if not short_pass.logits.is_meta:
+        _check(model, tokens, short_pass.logits)
+    model._specdec_optimized = True
+    return model
+
+
+def _check(model: Any, tokens: torch.Tensor, before: torch.Tensor) -> None:
+    """Raises UnsupportedModelError if the logits have changed by more than rounding."""
     try:
         with torch.inference_mode():
             after = model(input_ids=tokens, use_cache=False).logits
-        before = short_pass.logits
         distance = float((after - before).float().abs().max() / before.float().abs().max())
     except Exception as error:
         raise UnsupportedModelError(f"optimize() broke {type(model).__name__} ({error}); {_RELOAD}") from error
@@ -94,8 +111,6 @@ def optimize(model: Any) -> Any:
         raise UnsupportedModelError(
             f"optimize() changed the logits of {type(model).__name__} by {distance:.2g} of their size; {_RELOAD}"
         )
-    model._specdec_optimized = True
-    return model
 
 
 @dataclass
@@ -104,17 +119,20 @@ class _ShortPass:
 
     Attributes:
         siblings: parent and names of linear layers that were given the very same tensor.
-        arguments: hidden states and keyword arguments of the modules that hold a ``self_attn``.
+        arguments: hidden states and keyword arguments of the modules that hold a ``self_attn``. orders: names of their children,
+            as they were called.
     """
 
     logits: torch.Tensor
     siblings: list[tuple[nn.Module, list[str]]]
     arguments: dict[nn.Module, tuple[torch.Tensor, dict[str, Any]]]
+    orders: dict[nn.Module, list[str]]
 
 
 def _watch(model: Any, tokens: torch.Tensor) -> _ShortPass:
     inputs: dict[nn.Module, list[torch.Tensor]] = {}
     arguments: dict[nn.Module, tuple[torch.Tensor, dict[str, Any]]] = {}
+    orders: dict[nn.Module, list[str]] = defaultdict(list)
 
     def note_input(module: nn.Module, args: tuple[Any, ...]) -> None:
         inputs.setdefault(module, []).append(args[0])
@@ -123,12 +141,21 @@ def _watch(model: Any, tokens: torch.Tensor) -> _ShortPass:
         if args:
             arguments[module] = (args[0], kwargs)
 
+    def note_call(layer: nn.Module, name: str, *ignored: Any) -> None:
+        orders[layer].append(name)
+
     linears = [module for module in model.modules() if _is_plain_linear(module)]
     layers = [module for module in model.modules() if hasattr(module, "self_attn") and not _has_hooks(module)]
     hooks = [module.register_forward_pre_hook(note_input) for module in linears]
     hooks += [module.register_forward_pre_hook(note_arguments, with_kwargs=True) for module in layers]
+    hooks += [
+        child.register_forward_pre_hook(partial(note_call, layer, name))
+        for layer in layers
+        for name, child in layer.named_children()
+        if not isinstance(child, (nn.Dropout, nn.Identity))
+    ]
     try:
-        with torch.inference_mode():
+        with shapes_alone(model), torch.inference_mode():
             logits = model(input_ids=tokens, use_cache=False).logits
     finally:
         for hook in hooks:
@@ -140,7 +167,7 @@ def _watch(model: Any, tokens: torch.Tensor) -> _ShortPass:
             if len(inputs.get(child, ())) == 1:
                 groups.setdefault(id(inputs[child][0]), []).append(name)
         siblings += [(parent, names) for names in groups.values() if len(names) > 1]
-    return _ShortPass(logits, siblings, arguments)
+    return _ShortPass(logits, siblings, arguments, orders)
 
 
 def _fuse_siblings(root: nn.Module, siblings: list[tuple[nn.Module, list[str]]], pages: CheckpointPages) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -15,6 +17,9 @@ class SharedProduct(nn.Module):
         self.sizes = sizes
         self._input: torch.Tensor | None = None
         self._parts: list[torch.Tensor | None] = []
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("an optimized model cannot be saved: its weights are joined; save it before optimize()")
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if self._input is not x or self._parts[index] is None:
