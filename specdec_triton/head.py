@@ -7,7 +7,7 @@ and a softcap, as a pass of the whole model must show.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,10 @@ class Head:
             module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
             for module in (self.model, self.linear)
         )
+
+    def first(self, size: int) -> Head:
+        """Of the first ids alone."""
+        return replace(self, size=min(size, self.size))
 
     def verify(
         self, hidden: torch.Tensor, draft_tokens: torch.Tensor, draft_lens: torch.Tensor | None, **options: Any

@@ -18,15 +18,16 @@ from specdec_triton.sampling import SamplingBatch
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
+    from specdec_triton.head import Head
 
 
 class Drawn(NamedTuple):
-    """A draft of each request: tokens int64 ``[n]``; the logits that they were drawn from, and those logits' lse ``[n]`` (see
-    ``ops.sample``), which is not finite where they held NaN or +inf."""
+    """A draft of each request: tokens int64 ``[n]``; the logits that they were drawn from (None: never written), and those
+    logits' lse ``[n]`` (see ``ops.sample``), which is not finite where they held NaN or +inf."""
 
     tokens: torch.Tensor
     lse: torch.Tensor
-    logits: torch.Tensor
+    logits: torch.Tensor | None
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Round:
             for, under the request's filters and logit rules. V' may be less than V.
         needs_logits: whether any request's method judges drafts by their probabilities.
         reads: whether values may be read on the host.
+        draw_from: ``(head, hidden [n,H], j) -> Drawn`` does so from what a model's head is given, without writing logits; None: rows of
+            logits are needed.
     """
 
     k: int
@@ -53,6 +56,7 @@ class Round:
     draw: Callable[[torch.Tensor, int], Drawn]
     needs_logits: bool
     reads: bool
+    draw_from: Callable[[Head, torch.Tensor, int], Drawn] | None = None
 
 
 @dataclass

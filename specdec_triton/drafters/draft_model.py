@@ -11,6 +11,7 @@ from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, S
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
+    from specdec_triton.head import Head
     from specdec_triton.kv_cache import KVCache
 
 _MAX_PADDING = 1024  # columns by which the logits of two models with one tokenizer may differ
@@ -148,23 +149,31 @@ class _Session(DraftSession):
         # Ids that only the target has, and what lies past a text.
         new = round_.texts.gather(1, columns).clamp(0, self.adapter.vocab_size - 1)
         fed = torch.where(going, missing.clamp(max=width), 0)
-        logits = self.adapter.forward(new, self._cache, table, start, fed, last_only=True)[:, 0]
+        head = None if round_.draw_from is None else self._head()
+        score = self.adapter.forward if head is None else self.adapter.hidden
+        scored = score(new, self._cache, table, start, fed, last_only=True)[:, 0]
         seen.copy_(torch.where(going, start + fed, seen))
 
-        tokens, all_logits, all_lse = [], [], []
+        tokens: list[torch.Tensor] = []
+        all_logits: list[torch.Tensor] = []
+        all_lse: list[torch.Tensor] = []
         lens, drafting, failed = torch.zeros_like(limits), going, torch.zeros_like(going)
         for j in range(k):
-            drawn, lse, drawn_from = round_.draw(logits[:, : self._vocab_size], j)
+            if head is None or round_.draw_from is None:
+                drawn, lse, drawn_from = round_.draw(scored[:, : self._vocab_size], j)
+            else:
+                drawn, lse, drawn_from = round_.draw_from(head, scored, j)
             drafting = drafting & (j < limits)
             failed = failed | (drafting & (lse.isnan() | (lse == float("inf"))))
             drafting = drafting & lse.isfinite()  # -inf: its own vocabulary, or a rule, leaves nothing to draft
             lens += drafting
             tokens.append(drawn)
-            all_logits.append(drawn_from)
+            if drawn_from is not None:
+                all_logits.append(drawn_from)
             all_lse.append(lse)
             if j + 1 < k:
                 going = (limits > j + 1).int()
-                logits = self.adapter.forward(drawn[:, None], self._cache, table, seen, going)[:, 0]
+                scored = score(drawn[:, None], self._cache, table, seen, going)[:, 0]
                 seen += going
         drafts = Drafts(torch.stack(tokens, 1), lens, failed=failed)
         if round_.needs_logits:
@@ -174,6 +183,11 @@ class _Session(DraftSession):
             drafts.logits = torch.nn.functional.pad(q, (0, missing_columns), value=float("-inf"))
             drafts.lse = torch.stack(all_lse, 1)
         return drafts
+
+    def _head(self) -> Head | None:
+        """The draft model's, for the ids that the target has too."""
+        head = self.adapter.head
+        return head.first(self._vocab_size) if head is not None and head.usable else None
 
     def drafting(self, n: int) -> Callable[[], object]:
         pages = self.adapter.new_cache(slots=n, page_size=self._cache.page_size, num_pages=0, growable=True)

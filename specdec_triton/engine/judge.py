@@ -11,6 +11,7 @@ from specdec_triton.drafters import Drafts
 from specdec_triton.engine.host_rules import HostRules
 from specdec_triton.engine.shapes import Shape
 from specdec_triton.engine.slots import Slots
+from specdec_triton.head import Head
 from specdec_triton.reference.logits import bad_rows
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
@@ -34,20 +35,25 @@ class Judge:
         rows: slice,
         shape: Shape,
         drafts: Drafts,
-        logits: torch.Tensor,
+        scored: torch.Tensor,
         counts: torch.Tensor | None = None,
         host: HostRules | None = None,
+        head: Head | None = None,
     ) -> ops.AcceptResult:
         """Keep the right prefix of each draft and the token that the target adds.
 
         Args:
-            logits: ``[n,K+1,V]``.
+            scored: the target's logits ``[n,K+1,V]``, or what its ``head`` makes them of, ``[n,K+1,H]``; then no request needs more
+                of a row than its method does.
             counts: int32 ``[n]``, the logits' rows of each request, if those are packed ``[N,V]``. Then requests that drafted
                 are judged apart from those that did not, so that the latter's logits are not padded to K+1 rows.
             host: what the requests' grammars and processors have to say; not with packed logits.
         """
+        if head is not None:
+            params, (method,) = self._slots.params(rows, False, False), shape.methods
+            return head.verify(scored, drafts.tokens, drafts.lens, params=params, method=method, backend=self._backend)
         if counts is None:
-            return self._of(rows, None, shape, drafts, logits, host)
+            return self._of(rows, None, shape, drafts, scored, host)
         n, width = len(drafts.lens), drafts.tokens.shape[1] + 1
         tokens = drafts.tokens.new_full((n, width), ops.PAD)
         accepted, status = torch.zeros_like(drafts.lens), torch.zeros_like(drafts.lens)
@@ -55,7 +61,7 @@ class Judge:
             part = drafts.of(some)
             columns = part.tokens.shape[1] + 1
             step = torch.minimum(self._steps[:columns], part.lens[:, None])
-            scores = logits[self.packed_rows(counts, some[:, None], step).clamp(max=len(logits) - 1)]  # none at rest
+            scores = scored[self.packed_rows(counts, some[:, None], step).clamp(max=len(scored) - 1)]  # none at rest
             tokens[some, :columns], accepted[some], status[some] = self._of(rows, some, shape, part, scores, None)
         return ops.AcceptResult(tokens, accepted, status)
 

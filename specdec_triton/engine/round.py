@@ -27,6 +27,7 @@ from specdec_triton.engine.phases import Phases
 from specdec_triton.engine.shapes import Shape
 from specdec_triton.engine.slots import ERROR, LENGTH, RUNNING, STOP, Slots
 from specdec_triton.exactness import ExactPasses
+from specdec_triton.head import Head
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
@@ -40,6 +41,8 @@ COLUMNS = (
     "failed",
     "foreign",
 )  # of a report, before its tokens
+
+HEAD_METHODS = ("greedy", "coupled", "rejection", "block")  # of ops.verify_head
 
 
 class DrafterError(Exception):
@@ -95,8 +98,9 @@ class Rounds:
         wanted, drafts = self._draft(shape, lens)
         packed = host is None and self._packs(drafts)
         counts = torch.where(lens > 0, drafts.lens + 1, 0)
-        logits = self._verify(shape, lens, drafts, counts, packed)
-        drafted, accepted = self._settle(rows, shape, drafts, logits, counts if packed else None, wanted, host)
+        head = self._head_of(shape, drafts, host)
+        scored = self._verify(shape, lens, drafts, counts, packed, head)
+        drafted, accepted = self._settle(rows, shape, drafts, scored, counts if packed else None, wanted, host, head)
         if shape.adaptive and not (self._reads and drafts.tokens.shape[1] == 0):  # of no drafts nothing is learnt
             # A drafter that has to catch up first has not been heard yet.
             asked = wanted.clamp(max=shape.k) if self._session.seen is None else None
@@ -112,9 +116,9 @@ class Rounds:
         n, width = tokens.shape
         shape = Shape(rows=n, k=width - 1, limit=width - 1, columns=cache.block_table.shape[1], width=0)
         drafts = Drafts(tokens[:, 1:], counts - 1)
-        packed = self._packs(drafts)
-        logits = self._score(tokens, cache, cache.block_table[:n], context, counts, shape.exact, packed)
-        self._judge.decide(slice(n), shape, drafts, logits, counts if packed else None)
+        packed, head = self._packs(drafts), self._head_of(shape, drafts, None)
+        scored = self._score(tokens, cache, cache.block_table[:n], context, counts, shape.exact, packed, head)
+        self._judge.decide(slice(n), shape, drafts, scored, counts if packed else None, head=head)
 
     @torch.inference_mode()
     def first_token(self, slot: int, shape: Shape, logits: torch.Tensor, host: HostRules | None = None) -> None:
@@ -151,6 +155,7 @@ class Rounds:
             limits=limits.clone(),
             params=params,
             draw=self._drawing(shape, params),
+            draw_from=self._drawing_unwritten(shape, params),
             needs_logits=any(method in ops.BY_PROBABILITY for method in shape.methods),
             reads=self._reads,
         )
@@ -235,23 +240,57 @@ class Rounds:
 
         return draw
 
+    def _drawing_unwritten(
+        self, shape: Shape, params: ops.SamplingBatch
+    ) -> Callable[[Head, torch.Tensor, int], Drawn] | None:
+        """Draws a draft from what a head is given; None where rows of logits are needed."""
+        (method, *others) = shape.methods
+        if self._reads or others or shape.rules or shape.has_filters or method in ops.BY_PROBABILITY:
+            return None
+
+        def draw(head: Head, hidden: torch.Tensor, j: int) -> Drawn:
+            at, node = (params.after(j), None) if method == "coupled" else (params, j)
+            tokens, lse = head.sample(hidden, params=at, return_lse=True, node=node, backend=self._backend)
+            return Drawn(tokens, lse, None)
+
+        return draw
+
     # Verify.
+
+    def _head_of(self, shape: Shape, drafts: Drafts, host: HostRules | None) -> Head | None:
+        """The target's, if the drafts can be judged without writing its logits; None where somebody looks at whole rows, and on
+        a CPU, where writing them costs nothing beside the product."""
+        (method, *others) = shape.methods
+        rows_matter = shape.rules or shape.has_filters or shape.logprobs is not None or host is not None
+        if self._reads or others or rows_matter or method not in HEAD_METHODS:
+            return None
+        if drafts.logits is not None and method in ops.BY_PROBABILITY:
+            return None  # the rejected rows would need the whole weight again
+        head = self._target.head
+        return head if head is not None and head.usable else None
 
     def _packs(self, drafts: Drafts) -> bool:
         """Whether some requests drafted and others did not: then nobody's logits are padded to K+1 rows."""
         return self._reads and drafts.tokens.shape[1] > 0 and int(drafts.lens.min()) == 0
 
     def _verify(
-        self, shape: Shape, lens: torch.Tensor, drafts: Drafts, counts: torch.Tensor, packed: bool
+        self,
+        shape: Shape,
+        lens: torch.Tensor,
+        drafts: Drafts,
+        counts: torch.Tensor,
+        packed: bool,
+        head: Head | None,
     ) -> torch.Tensor:
-        """Score every draft and the place after it in one pass: logits ``[n,K+1,V]``, or packed (see ``forward``)."""
+        """Score every draft and the place after it in one pass: logits ``[n,K+1,V]``, or packed (see ``forward``); with a head
+        what it is given, ``[n,K+1,H]``."""
         s, n = self._slots, shape.rows
         context = (lens - 1).clamp(min=0)
         last = s.texts[:n, : shape.width].gather(1, context.long()[:, None])
         tokens = torch.cat([last, drafts.tokens], 1).clamp(0, self._target.vocab_size - 1)
         table = self._cache.block_table[:n, : shape.columns]
         with self._phases("verify"):
-            return self._score(tokens, self._cache, table, context, counts, shape.exact, packed)
+            return self._score(tokens, self._cache, table, context, counts, shape.exact, packed, head)
 
     def _score(
         self,
@@ -262,9 +301,12 @@ class Rounds:
         counts: torch.Tensor,
         exact: bool,
         packed: bool,
+        head: Head | None,
     ) -> torch.Tensor:
         total = int(counts.sum()) if self._reads else tokens.numel()
         rows = self._passes.pad(total) if exact else None
+        if head is not None:
+            return self._target.hidden(tokens, cache, table, context, counts, exact=rows is not None)
         return self._target.forward(tokens, cache, table, context, counts, rows=rows, packed=packed)
 
     # Accept and commit.
@@ -274,16 +316,17 @@ class Rounds:
         rows: slice,
         shape: Shape,
         drafts: Drafts,
-        logits: torch.Tensor,
+        scored: torch.Tensor,
         counts: torch.Tensor | None,
         wanted: torch.Tensor,
         host: HostRules | None,
+        head: Head | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the target makes of the drafts becomes text; counts: int32 ``[n]``, if the logits are packed."""
         with self._phases("accept"):
-            result = self._judge.decide(rows, shape, drafts, logits, counts, host)
+            result = self._judge.decide(rows, shape, drafts, scored, counts, host, head)
             if shape.logprobs is not None:
-                self.details.write(rows, result.tokens, logits, counts, shape.logprobs)
+                self.details.write(rows, result.tokens, scored, counts, shape.logprobs)
         return self._commit(rows, shape, drafts, result, wanted)
 
     def _commit(
