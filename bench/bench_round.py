@@ -1,12 +1,18 @@
-"""What does a round ask of a GPU? Launches and bytes of whole rounds, counted on the meta device, where a host read raises.
+"""What do a pass and a round ask of a GPU? Launches and bytes, counted on the meta device, where a host read raises.
 
-    python -m bench.bench_round                                    # Llama-3.1-8B, Qwen3-8B, Gemma-3-12B, SmolLM2 shapes
+    python -m bench.bench_round                                    # whole rounds: Llama-3.1-8B, Qwen3-8B, Gemma-3-12B, SmolLM2 shapes
+    python -m bench.bench_round --layers                           # one layer of a verify pass, and what is beside the layers
     python -m bench.bench_round --models smollm2-135m --batch 1 --out bench/results/round.jsonl
 
-The round is the one that a CUDA graph captures: drafting, one pass of the target over ``[B,K+1]``, accept/reject, commit. A launch
-is a kernel: views and allocations cost none, our own ops as many as they have; PyTorch's ops count as one each. Bytes are what
-the ops read and write once, weights included, with ``--context`` tokens of context a request. "rest" is what neither model's
-passes nor our ops launch: lengths, limits, stop tokens, reports and, if adaptive, the choice of K. Nothing here is a time.
+Before: the module as transformers wrote it, with our attention over the pages, logits written and then judged. After: rewritten by
+``optimize()``, judged in the head's epilogue. The round is the one that a CUDA graph captures: drafting, one pass of the target over
+``[B,K+1]``, accept/reject, commit. A launch is a kernel: views and allocations cost none, our own ops as many as they have;
+PyTorch's ops count as one each. Bytes are what the ops read and write once, weights included, with ``--context`` tokens of
+context a request. "rest" is what neither model's passes nor our ops launch: lengths, limits, stop tokens, reports and, if adaptive,
+the choice of K.
+
+Nothing here is a time. ``predicted_ms`` is one only of a pass or a round that waits for nothing but memory: bytes over the chip's
+bandwidth, without launches and latency. It is a prediction.
 """
 
 from __future__ import annotations
@@ -19,9 +25,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.common import RESULTS, provenance, write_rows
-from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
+from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, optimize
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.engine.shapes import Shape
+from specdec_triton.kernels._config import CHIPS
 from specdec_triton.tracing import Trace
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -42,41 +49,63 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+FORMS = ("before", "after")
 METHODS = {"greedy": SamplingParams(temperature=0), "coupled": SamplingParams(seed=0), "rejection": SamplingParams()}
 
 
-def on_meta(name: str, layers: int | None = None) -> Any:
+def on_meta(name: str, layers: int | None = None, *, after: bool = False) -> Any:
     """The model without numbers, in bf16; with ``layers`` only so many layers."""
     sizes = MODELS[name] | ({} if layers is None else {"num_hidden_layers": layers})
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.bfloat16).eval()
+    return optimize(model) if after else model
 
 
-def drafter(kind: str, name: str) -> Any:
+def adapter(model: Any, *, after: bool) -> ModelAdapter:
+    """Before, logits are written."""
+    made = ModelAdapter(model)
+    if not after:
+        made.head = None
+    return made
+
+
+class _Writing(DraftModel):
+    """A draft model whose logits are written."""
+
+    def bind(self, target: ModelAdapter, options: Any) -> Any:
+        session = super().bind(target, options)
+        assert session.adapter is not None
+        session.adapter.head = None
+        return session
+
+
+def drafter(kind: str, name: str, *, after: bool) -> Any:
     """``model``: one layer of the target's own kind."""
-    return {"none": NoDraft, "ngram": PromptLookup, "model": lambda: DraftModel(on_meta(name, 1))}[kind]()
+    if kind == "model":
+        return (DraftModel if after else _Writing)(on_meta(name, 1, after=after))
+    return {"none": NoDraft, "ngram": PromptLookup}[kind]()
 
 
 def count(decoder: SpeculativeDecoder, shape: Shape, context: int) -> dict[str, Any]:
     """A round's launches and bytes; a copy from the host counts as an upload."""
     decoder._loop.rounds.costs.curve(shape.rows)  # made once for each batch size
     passes: list[int] = []
-    forward = ModelAdapter.forward
+    call = ModelAdapter._call
 
-    def counted(*args: Any, **options: Any) -> torch.Tensor:
+    def counted(*args: Any, **options: Any) -> Any:
         before = trace.launches
-        logits = forward(*args, **options)
+        out = call(*args, **options)
         passes.append(trace.launches - before)
-        return logits
+        return out
 
-    ModelAdapter.forward = counted  # type: ignore[method-assign]
+    ModelAdapter._call = counted  # type: ignore[method-assign]
     try:
         with Trace(context=context) as trace:
             decoder._loop.rounds.run(shape)
     finally:
-        ModelAdapter.forward = forward  # type: ignore[method-assign]
-    around = ("specdec.accept_reject", "specdec.sample", "specdec.ngram_propose")
-    own = sum(cost.launches for op, cost in trace.by_op.items() if op in around)
+        ModelAdapter._call = call  # type: ignore[method-assign]
+    around = ("accept_reject", "sample", "verify_head", "sample_head", "ngram_propose")
+    own = sum(trace.by_op[f"specdec.{op}"].launches for op in around)
     return {
         "launches": trace.launches,
         "passes": len(passes),
@@ -85,54 +114,124 @@ def count(decoder: SpeculativeDecoder, shape: Shape, context: int) -> dict[str, 
         "launches_rest": trace.launches - sum(passes) - own,
         "bytes": trace.bytes,
         "uploads": trace.uploads,
+        "predicted_ms": predicted(trace.bytes),
     }
 
 
-def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+def predicted(moved: int) -> dict[str, float]:
+    """Milliseconds that the bytes take at each chip's bandwidth: a prediction."""
+    return {chip.arch: round(moved / chip.bandwidth / 1e6, 4) for chip in CHIPS.values()}
+
+
+def rounds(args: argparse.Namespace) -> list[dict[str, Any]]:
     origin = provenance() | {"bench": "round", "device": "meta", "batch_size": args.batch, "context": args.context}
     out = []
     for name in args.models:
-        target = ModelAdapter(on_meta(name))
-        for kind in ("none", "ngram", "model"):
-            for method, params in METHODS.items():
-                for adaptive in (False, True) if kind != "none" else (False,):
-                    k = 0 if kind == "none" else args.k
-                    decoder = SpeculativeDecoder(
-                        target,
-                        drafter(kind, name),
-                        num_draft_tokens=args.k,
-                        max_batch_size=args.batch,
-                        adaptive=adaptive,
-                    )
-                    columns = -(-(args.context + args.k + 1) // decoder._loop.cache.page_size)
-                    handle = decoder._request([0], params)
-                    shape = Shape(
-                        rows=args.batch,
-                        k=k,
-                        limit=k,
-                        columns=columns,
-                        width=decoder._loop._slots.texts.shape[1],
-                        methods=(handle.method,),
-                        has_filters=False,
-                        exact=False,
-                        adaptive=adaptive,
-                    )
-                    counts = count(decoder, shape, args.context)
-                    settings = {"model": name, "draft": kind, "method": method, "k": k, "adaptive": adaptive}
-                    out.append(origin | settings | counts)
+        for after in (False, True):
+            target = adapter(on_meta(name, after=after), after=after)
+            for kind in ("none", "ngram", "model"):
+                for method, params in METHODS.items():
+                    for adaptive in (False, True) if kind != "none" else (False,):
+                        k = 0 if kind == "none" else args.k
+                        decoder = SpeculativeDecoder(
+                            target,
+                            drafter(kind, name, after=after),
+                            num_draft_tokens=args.k,
+                            max_batch_size=args.batch,
+                            adaptive=adaptive,
+                        )
+                        settings = {
+                            "model": name, "form": FORMS[after], "draft": kind, "method": method, "k": k, "adaptive": adaptive
+                        }  # fmt: skip
+                        counts = count(decoder, shape_of(decoder, params, k, adaptive, args), args.context)
+                        out.append(origin | settings | counts)
     return out
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def shape_of(
+    decoder: SpeculativeDecoder, params: SamplingParams, k: int, adaptive: bool, args: argparse.Namespace
+) -> Shape:
+    columns = -(-(args.context + args.k + 1) // decoder._loop.cache.page_size)
+    return Shape(
+        rows=args.batch,
+        k=k,
+        limit=k,
+        columns=columns,
+        width=decoder._loop._slots.texts.shape[1],
+        methods=(decoder._request([0], params).method,),
+        has_filters=False,
+        exact=False,
+        adaptive=adaptive,
+    )
+
+
+def layers(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A verify pass of models of one layer and of two: their difference is a layer."""
+    origin = provenance() | {
+        "bench": "layers",
+        "device": "meta",
+        "batch_size": args.batch,
+        "context": args.context,
+        "k": args.k,
+    }
+    out = []
+    for name in args.models:
+        for after in (False, True):
+            one, two = (_traced(adapter(on_meta(name, n, after=after), after=after), args) for n in (1, 2))
+            of_layer = {
+                op: cost.launches - one.by_op[op].launches
+                for op, cost in two.by_op.items()
+                if cost.launches > one.by_op[op].launches
+            }
+            moved = two.bytes - one.bytes
+            row = {
+                "model": name,
+                "form": FORMS[after],
+                "launches_of_layer": sum(of_layer.values()),
+                "by_op": of_layer,
+                "bytes_of_layer": moved,
+                "launches_beside_layers": one.launches - sum(of_layer.values()),
+                "predicted_ms": predicted(moved),
+            }
+            out.append(origin | row)
+    return out
+
+
+def _traced(target: ModelAdapter, args: argparse.Namespace) -> Trace:
+    """A pass over ``[B,K+1]``, the head included where it is a part of the pass."""
+    cache = target.new_cache(slots=args.batch, page_size=16, num_pages=args.batch * (args.context // 16 + 2))
+    tokens = torch.zeros(args.batch, args.k + 1, dtype=torch.int64, device="meta")
+    context = torch.zeros(args.batch, dtype=torch.int32, device="meta")
+    run = target.forward if target.head is None else target.hidden
+    with Trace(context=args.context) as trace:
+        run(tokens, cache, cache.block_table, context)
+    return trace
+
+
+def round_table(found: list[dict[str, Any]]) -> str:
     lines = [
-        "| model | drafts | method | K | launches | in passes | our ops | rest | MB | uploads |",
-        "| --- | --- | --- " + "| ---: " * 7 + "|",
+        "| model | form | drafts | method | K | launches | in passes | our ops | rest | MB | uploads |",
+        "| --- | --- | --- | --- " + "| ---: " * 7 + "|",
     ]
     for row in found:
         name = row["draft"] + (", adaptive" if row["adaptive"] else "")
         lines.append(
-            f"| {row['model']} | {name} | {row['method']} | {row['k']} | {row['launches']} | {row['launches_in_passes']}"
-            f" | {row['launches_of_ops']} | {row['launches_rest']} | {row['bytes'] / 1e6:.0f} | {row['uploads']} |"
+            f"| {row['model']} | {row['form']} | {name} | {row['method']} | {row['k']} | {row['launches']}"
+            f" | {row['launches_in_passes']} | {row['launches_of_ops']} | {row['launches_rest']} | {row['bytes'] / 1e6:.0f}"
+            f" | {row['uploads']} |"
+        )
+    return "\n".join(lines)
+
+
+def layer_table(found: list[dict[str, Any]]) -> str:
+    lines = [
+        "| model | form | launches of a layer | beside the layers | MB of a layer | ms on an H100, predicted |",
+        "| --- | --- " + "| ---: " * 4 + "|",
+    ]
+    for row in found:
+        lines.append(
+            f"| {row['model']} | {row['form']} | {row['launches_of_layer']} | {row['launches_beside_layers']}"
+            f" | {row['bytes_of_layer'] / 1e6:.1f} | {row['predicted_ms']['sm_90']:.4f} |"
         )
     return "\n".join(lines)
 
@@ -140,13 +239,14 @@ def table(found: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--layers", action="store_true", help="a layer and what is beside the layers, not whole rounds")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=1000, help="tokens of each request")
     parser.add_argument("-k", type=int, default=4)
     parser.add_argument("--out", type=Path, help=f"rows as JSON lines, such as {RESULTS.name}/round.jsonl")
     args = parser.parse_args(argv)
-    found = rows(args)
-    print(table(found))
+    found = layers(args) if args.layers else rounds(args)
+    print(layer_table(found) if args.layers else round_table(found))
     if args.out:
         write_rows(args.out, found)
 
