@@ -52,7 +52,7 @@ class ModelAdapter:
         self.fixed_shapes = self.device.type != "cpu"  # a pass reads no value back
         self._configs = attention_configs(model)
         like = torch.empty(0, device=self.device)
-        self._backends = Backends(
+        self.backends = Backends(
             *(ops.resolve_backend(backend, op, like) for op in ("append_kv", "verify_attention", "skinny_linear"))
         )
         self._invariant_backend = kernels_backend(backend, like)
@@ -204,7 +204,7 @@ class ModelAdapter:
                 starts = query_lens.cumsum(0) - query_lens
                 take = (starts[:, None] + inside).clamp(max=total - 1)
                 tokens, position = tokens.flatten()[put], position.flatten()[put]
-            if self._backends[:2] == ("torch", "torch"):
+            if self.backends[:2] == ("torch", "torch"):
                 plan = make_plan(block_table, context_lens, query_lens, count, cache.page_size)
         p = Pass(
             cache=cache,
@@ -216,7 +216,7 @@ class ModelAdapter:
             rows=total,
             take=take,
             put=put,
-            backends=self._backends,
+            backends=self.backends,
             exact=exact,
             softcap=self._softcap,
             plan=plan,

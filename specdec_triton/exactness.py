@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specdec_triton._library import resolve_backend
+from specdec_triton.head import finished
+from specdec_triton.sampling import SamplingBatch, SamplingParams
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -84,6 +86,8 @@ class InvariantRows:
             )
         if not self._chain_agrees():
             raise ExactnessError("exact=True is not available: on this machine attention depends on the number of rows")
+        if not adapter.pads and adapter.fixed_shapes and not self._head_agrees():
+            adapter.head = None  # then logits are written
 
     def pad(self, rows: int) -> int:
         """An invariant row count that holds ``rows`` rows: with padding up to 16 the smallest, beyond a round number.
@@ -132,6 +136,28 @@ class InvariantRows:
 
         together = score(0, length).clone()
         return torch.equal(together, torch.cat([score(t, t + 1) for t in range(length)]))
+
+    def _head_agrees(self) -> bool:
+        """Whether the head decides as on its own logits, for any number of rows."""
+        head = self._adapter.head
+        if head is None:
+            return True
+        weight = head.linear.weight
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(2 * max(_KERNEL_COUNTS), weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+        greedy = SamplingBatch.from_params([SamplingParams(temperature=0)] * len(x), [0] * len(x), weight.device)
+
+        places, backend = torch.arange(len(x), device=weight.device), self._adapter.backends.rows
+
+        def decide(x: torch.Tensor) -> torch.Tensor:
+            tokens, lse = head.sample(x, params=greedy.of(places[: len(x)]), return_lse=True, backend=backend)
+            return torch.stack((tokens.double(), lse.double()), 1)
+
+        with self._adapter.invariant_products(), torch.inference_mode():
+            probe = _Probe(decide, x, max(_KERNEL_COUNTS))
+            logits = finished(head.linear(x), head.scale, head.softcap)
+            won = logits.gather(1, decide(x)[:, :1].long())[:, 0]
+            return torch.equal(won, logits.amax(-1)) and all(map(probe.agrees, _KERNEL_COUNTS))
 
 
 class ExactPasses:
