@@ -81,7 +81,7 @@ class AttentionConfig(NamedTuple):
 
 
 class LinearConfig(NamedTuple):
-    """Tiles of ``skinny_linear``.
+    """Tiles of ``skinny_linear`` and ``gated_linear``.
 
     Attributes:
         block_m: rows of a tile. block_n: of its columns, which are rows of the weight. block_k: of a block of K.
@@ -97,7 +97,7 @@ class LinearConfig(NamedTuple):
 
 
 class MeanConfig(NamedTuple):
-    """Tiles of ``row_mean``: rows of a program, and lanes of a row."""
+    """Tiles of ``row_mean``, ``rms_norm`` and ``gated_mlp_activation``: rows of a program, and lanes of a row."""
 
     block_rows: int
     block_d: int
@@ -105,8 +105,9 @@ class MeanConfig(NamedTuple):
 
 
 _ROWS_EXPECTED = 8  # positions of a verify pass that should fit one tile: K = 7
-_SPLIT_BYTES = 2048  # of a weight's row: for less, a second launch takes longer than it saves
+_SPLIT_BYTES = 8192  # of a weight's row: for less, a second launch takes longer than it saves
 _MOST_SPLITS = 16
+_MOST_STAGES = 8
 
 
 def interpreting() -> bool:
@@ -197,14 +198,22 @@ def linear_config(n: int, k: int, dtype: torch.dtype, chip: Chip) -> LinearConfi
 
     Row tiles are one size for all M. Hopper multiplies 64 rows at least, and a tile of 64 serves all passes but prefill; a weight
     then costs 128 operations, for which every chip but sm_86 has the time while it reads. fp32 has no tensor cores.
+
+    Column tiles are the widest of 64, 32 and 16 of which there is one for three of four SMs. A narrow tile reads x more often, from
+    the chip's cache and for few rows next to nothing beside the weight; parts of K would cost a second launch, and in a decode pass
+    that waits for its launches one more in each layer. So K is cut only where even tiles of 16 occupy half of the SMs at most, and
+    where each part is long enough to be worth it.
     """
     full = dtype == torch.float32
     block_m = 16 if full else 32 if chip.arch == "sm_86" else 64
     # Once the chip is full, wide tiles read x less often. An odd N stores single elements, for which registers run out.
-    block_n = 128 if not full and n % 16 == 0 and n >= 128 * chip.num_sms else 64
+    widest = 128 if not full and n % 16 == 0 and n >= 128 * chip.num_sms else 64
+    block_n = next((width for width in (widest, 32) if -(-n // width) * 4 >= chip.num_sms * 3), 16)
     block_k = min(max(_power_of_two(k), 16), 64)
     splits = max(min(chip.num_sms // -(-n // block_n), k * dtype.itemsize // _SPLIT_BYTES, _MOST_SPLITS), 1)
-    config = LinearConfig(block_m, block_n, block_k, splits, 4, 4 if chip.backend == "cuda" else 2)
+    # A narrow tile asks for less at a time, so it asks further ahead.
+    stages = min(1 + 3 * max(64 // block_n, 1), _MOST_STAGES) if chip.backend == "cuda" else 2
+    config = LinearConfig(block_m, block_n, block_k, splits, 4, stages)
     # Two programs on each SM: one reads while the other begins or ends.
     while config.num_stages > 2 and linear_shared_memory(config, dtype, chip) > chip.shared_memory_per_sm // 2 - _KIB:
         config = config._replace(num_stages=config.num_stages - 1)
@@ -218,6 +227,13 @@ def linear_shared_memory(config: LinearConfig, dtype: torch.dtype, chip: Chip) -
     return blocks * (config.block_m + config.block_n) * config.block_k * dtype.itemsize
 
 
+def product_options(config: LinearConfig, dtype: torch.dtype, chip: Chip) -> dict[str, object]:
+    """Launch options of a kernel that calls ``product``."""
+    spills = dtype != torch.float32  # on sm_100, unless it may have all registers
+    most = at_most_registers(255, chip) if spills else {}
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, **most, **EXACT}
+
+
 def _multiplies_from_shared_memory(chip: Chip) -> bool:
     return chip.arch in ("sm_90", "sm_100")
 
@@ -226,6 +242,18 @@ def mean_config(d: int, chip: Chip) -> MeanConfig:
     """For rows of D."""
     block_d = min(_power_of_two(d), 4096)
     return MeanConfig(64 if chip is INTERPRETER else 1, block_d, 1 if block_d <= 512 else 4)
+
+
+def norm_config(h: int, chip: Chip) -> MeanConfig:
+    """For rows of H: whole ones in the registers of a program, up to 8192."""
+    block_h = min(_power_of_two(h), 8192)
+    warps = 1 if block_h <= 512 else 4 if block_h <= 2048 else block_h // 512
+    return MeanConfig(64 if chip is INTERPRETER else 1, block_h, warps)
+
+
+def activation_config(columns: int, chip: Chip) -> MeanConfig:
+    """For rows of I outputs."""
+    return MeanConfig(64 if chip is INTERPRETER else 1, min(_power_of_two(columns), 1024), 4)
 
 
 def fp8_mode(dtype: torch.dtype, chip: Chip) -> str:

@@ -63,6 +63,21 @@ def check_positive(name: str, value: Any) -> None:
         require(ok, name, "None (off) or a finite number above 0", value)
 
 
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+
+def check_activation(activation: Any) -> None:
+    known = isinstance(activation, str) and activation in ACTIVATIONS
+    require(known, "activation", f"one of {', '.join(ACTIVATIONS)}", repr(activation))
+
+
+def check_rows(name: str, x: Any) -> None:
+    """``[...,H]``: rows, however many dimensions they are spread over."""
+    require(isinstance(x, torch.Tensor), name, "a tensor", type(x).__name__)
+    require(x.dim() >= 1 and x.shape[-1] >= 1, name, "of shape [...,H] with H >= 1", list(x.shape))
+    check_floating(name, x)
+
+
 def check_caches(k_cache: Any, v_cache: Any) -> None:
     check_tensor("k_cache", k_cache, (None, None, None, None))
     check_tensor("v_cache", v_cache, tuple(k_cache.shape), k_cache)

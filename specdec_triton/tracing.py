@@ -34,10 +34,10 @@ _GATHERS = (aten.embedding, aten.index, aten.index_select, aten.gather, aten.tak
 _SCATTERS = (aten.index_put_, aten.index_copy_, aten.scatter_)
 _OVERWRITES = (aten.copy_, aten.fill_, aten.zero_, *_SCATTERS)
 # Kernels of a call with the fewest. Filters, the races of accept_reject and n-grams that must not repeat need more (see _kernels),
-# and so does a product with few outputs on a large chip.
+# and so does a product with few outputs and a long K on a large chip.
 _KERNELS = {
     "append_kv": 1, "apply_logit_rules": 1, "compact_kv": 1, "ngram_propose": 1, "row_mean": 1, "skinny_linear": 1, "verify_attention": 2, "sample": 2,
-    "accept_reject": 2,
+    "accept_reject": 2, "rms_norm": 1, "gated_mlp_activation": 1, "gated_linear": 1,
 }  # fmt: skip
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)

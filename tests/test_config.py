@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from specdec_triton.kernels._config import (
     CHIPS,
     INTERPRETER,
+    activation_config,
     attention_config,
     attention_shared_memory,
     chip_of,
@@ -21,6 +22,7 @@ from specdec_triton.kernels._config import (
     linear_shared_memory,
     mean_config,
     nearest_chip,
+    norm_config,
     pretend,
 )
 
@@ -88,30 +90,63 @@ def test_linear_fits(chip, dtype):
             assert power_of_two(block)
             assert block >= 16
         assert config.block_m == linear_config(64, 64, dtype, chip).block_m
-        assert 2 <= config.num_stages <= 4
+        assert config.block_k == linear_config(64, k, dtype, chip).block_k  # the order of K is the same in all kernels
+        assert 2 <= config.num_stages <= 8
         if dtype != torch.float32 and chip.arch in ("sm_90", "sm_100"):
             assert config.block_m == 64
 
 
 @pytest.mark.parametrize("chip", [*CHIPS.values(), INTERPRETER], ids=lambda chip: chip.arch)
-def test_splits_fill_a_chip(chip):
-    """K is cut where programs are fewer than half the SMs, into parts that are worth a launch; else not."""
+def test_column_tiles_fill_a_chip(chip):
+    """The widest tile of which there is one for three of four SMs."""
     for (n, k), dtype in itertools.product(LAYERS, DTYPES):
+        block_n = linear_config(n, k, dtype, chip).block_n
+        assert block_n in (16, 32, 64, 128)
+        if block_n > 16:
+            assert -(-n // block_n) * 4 >= chip.num_sms * 3
+        if block_n < 64:
+            assert -(-n // (2 * block_n)) * 4 < chip.num_sms * 3
+    of = {n: linear_config(n, 4096, torch.bfloat16, CHIPS["sm_90"]).block_n for n in (1024, 4096, 6144, 14336, 28672)}
+    assert of == {1024: 16, 4096: 32, 6144: 32, 14336: 64, 28672: 128}
+
+
+@pytest.mark.parametrize("chip", [*CHIPS.values(), INTERPRETER], ids=lambda chip: chip.arch)
+def test_splits_are_a_last_resort(chip):
+    """K is cut where even the narrowest tiles leave half of the SMs idle, into parts that are worth a launch; else not."""
+    for (n, k), dtype in itertools.product([*LAYERS, (1024, 16384), (512, 65536)], DTYPES):
         config = linear_config(n, k, dtype, chip)
         tiles = -(-n // config.block_n)
         assert 1 <= config.splits <= 16
-        assert config.splits == 1 or (
-            tiles * config.splits <= chip.num_sms and k * dtype.itemsize >= 2048 * config.splits
-        )
-        if tiles * 2 <= chip.num_sms and k * dtype.itemsize >= 4096:
-            assert config.splits > 1
-    assert [linear_config(n, 4096, torch.bfloat16, CHIPS["sm_90"]).splits for n in (1024, 4096, 14336)] == [4, 2, 1]
+        splits = tiles * 2 <= chip.num_sms and k * dtype.itemsize >= 2 * 8192
+        assert (config.splits > 1) is splits
+        if splits:
+            assert config.block_n == 16
+            assert tiles * config.splits <= chip.num_sms
+            assert k * dtype.itemsize >= 8192 * config.splits
+    assert [linear_config(1024, k, torch.bfloat16, CHIPS["sm_90"]).splits for k in (4096, 8192)] == [1, 2]
+
+
+PACKED = {
+    "smollm2-135m": [(960, 576), (576, 576), (3072, 576), (576, 1536)],
+    "qwen3-0.6b": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)],
+    "llama3-8b": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
+    "gemma3-4b": [(4096, 2560), (2560, 2048), (20480, 2560), (2560, 10240)],
+}
+
+
+@pytest.mark.parametrize("layers", PACKED.values(), ids=PACKED)
+def test_one_launch_for_each_product_of_a_layer(layers):
+    """qkv, o, gate and up, down, and the parts alone; a second launch would cost a small model's pass more than it saves."""
+    for (n, k), dtype, chip in itertools.product(layers, DTYPES, CHIPS.values()):
+        assert linear_config(n, k, dtype, chip).splits == 1
 
 
 def test_linear_depends_on_the_layer_and_the_chip_alone():
     """A row's bits must not depend on M, so a configuration cannot know it."""
     assert list(inspect.signature(linear_config).parameters) == ["n", "k", "dtype", "chip"]
     assert list(inspect.signature(mean_config).parameters) == ["d", "chip"]
+    assert list(inspect.signature(norm_config).parameters) == ["h", "chip"]
+    assert list(inspect.signature(activation_config).parameters) == ["columns", "chip"]
 
 
 def test_fp8_mode():

@@ -19,7 +19,7 @@ from specdec_triton.testing import batch_of, paged_case
 
 OPS = [
     "append_kv", "compact_kv", "verify_attention", "accept_reject", "sample", "ngram_propose", "skinny_linear", "row_mean",
-    "apply_logit_rules",
+    "apply_logit_rules", "rms_norm", "gated_mlp_activation", "gated_linear",
 ]  # fmt: skip
 
 
@@ -95,7 +95,14 @@ except RuntimeError as error:
 
 @pytest.mark.parametrize(
     ("name", "at_least"),
-    [("ops.paged", 6), ("ops.sampling", 4), ("ops.drafting", 1), ("ops.linear", 2), ("sampling", 1)],
+    [
+        ("ops.paged", 6),
+        ("ops.sampling", 4),
+        ("ops.drafting", 1),
+        ("ops.linear", 3),
+        ("ops.rowwise", 2),
+        ("sampling", 1),
+    ],
 )
 def test_examples_in_docstrings(name, at_least):
     results = doctest.testmod(importlib.import_module(f"specdec_triton.{name}"))
@@ -125,6 +132,9 @@ def calls():
         "apply_logit_rules": lambda **b: ops.apply_logit_rules(
             logits, torch.tensor([[1, 2]]), rules=LogitRules(torch.tensor([1])), **b
         ),
+        "rms_norm": lambda **b: ops.rms_norm(logits, logits[0, 0], **b),
+        "gated_mlp_activation": lambda **b: ops.gated_mlp_activation(k, **b),
+        "gated_linear": lambda **b: ops.gated_linear(logits[0], logits.new_ones(4, 5), **b),
     }
 
 

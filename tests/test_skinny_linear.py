@@ -25,7 +25,7 @@ CASES = {
     "blocks-of-k": (4, 33, 300, True),
     "one-output": (3, 1, 40, True),
     "one-input": (3, 17, 1, False),
-    "splits-on-a-chip": (5, 70, 2100, True),
+    "splits-on-a-chip": (5, 20, 8300, True),
 }
 LAYOUTS = {"linear": lambda weight: weight, "conv1d": lambda weight: weight.t().contiguous().t()}
 
@@ -37,6 +37,12 @@ def problem(rows, columns, width, has_bias, dtype):
     return x, weight, bias if has_bias else None
 
 
+def residual_of(x, weight):
+    """As large as the product."""
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randn(len(x), len(weight), generator=generator) * x.shape[1] ** 0.5).to(x.dtype)
+
+
 def as_on(chip):
     """The configuration of a chip of the table; None: the interpreter's own."""
     if chip is None:
@@ -46,10 +52,15 @@ def as_on(chip):
     return pretend(CHIPS[chip])
 
 
-def assert_near(out, x, weight, bias):
-    wide = [None if t is None else t.double() for t in (x, weight, bias)]
-    truth = torch.nn.functional.linear(*wide)
-    plain = torch.nn.functional.linear(x, weight, bias)
+def plain_layer(x, weight, bias, residual):
+    out = torch.nn.functional.linear(x, weight, bias)
+    return out if residual is None else out + residual
+
+
+def assert_near(out, *given):
+    """``given``: x, weight, bias and a residual or none."""
+    given = given if len(given) == 4 else (*given, None)
+    plain, truth = plain_layer(*given), plain_layer(*(None if t is None else t.double() for t in given))
     assert (out.shape, out.dtype) == (plain.shape, plain.dtype)
     allowed = 2 * float((plain.double() - truth).abs().max())
     assert float((out.double() - truth).abs().max()) <= allowed
@@ -66,34 +77,59 @@ def test_matches_fp64(case, dtype, layout, backend):
     assert_near(out, x, weight, bias)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_residual_matches_fp64(case, dtype, backend):
+    """Added before the one rounding, so that it is nearer than a product and a sum; strided, with guards."""
+    x, weight, bias = problem(*case, dtype)
+    residual = guarded(residual_of(x, weight), padding=3)
+    with poisoned_outputs():
+        out = ops.skinny_linear(x, weight, bias, residual=residual, backend=backend)
+    assert_near(out, x, weight, bias, residual)
+    assert_guards(residual)
+
+
 @needs_kernel
 @pytest.mark.parametrize("chip", ["sm_86", "sm_90", "gfx942"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["odd", "splits-on-a-chip"])
 def test_tiles_of_chips(name, dtype, chip):
-    """Chips cut K where N is small; the splits are added in order, and the bias once."""
+    """Chips cut a long K where N is small; the splits are added in order, the bias and the residual once."""
     x, weight, bias = problem(*CASES[name], dtype)
+    residual = residual_of(x, weight)
     with as_on(chip), poisoned_outputs(), counted() as traffic:
-        out = ops.skinny_linear(x, weight, bias, backend="triton")
-    assert_near(out, x, weight, bias)
+        out = ops.skinny_linear(x, weight, bias, residual=residual, backend="triton")
+    assert_near(out, x, weight, bias, residual)
     splits = traffic["_skinny_linear_kernel"].grid[2]
-    assert splits == (1 if name == "odd" else 2100 * dtype.itemsize // 2048)
+    assert splits == (1 if name == "odd" else 8300 * dtype.itemsize // 8192)
     assert ("_add_splits_kernel" in traffic) is (splits > 1)
+    read = sum(x.loaded["residual_ptr"] for x in traffic.values())
+    assert read == residual.nbytes
 
 
 @needs_kernel
-@pytest.mark.parametrize("chip", [None, "sm_90"], ids=["interpreter", "sm_90"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_do_not_depend_on_the_other_rows(dtype, chip):
-    """One row, two, a row tile and more, in any order; in fp32 K in two splits on the chip, N beyond a column tile."""
-    x, weight, bias = problem(70, 66, 1100, True, dtype)
+@pytest.mark.parametrize(
+    ("chip", "columns", "width", "dtype"),
+    [
+        (None, 66, 1100, torch.float32), (None, 66, 1100, torch.bfloat16), ("sm_90", 18, 1100, torch.float32),
+        ("sm_90", 18, 1100, torch.bfloat16), ("sm_90", 5, 4100, torch.float32),
+    ],
+    ids=["fp32", "bf16", "sm_90-fp32", "sm_90-bf16", "sm_90-fp32-split"],
+)  # fmt: skip
+def test_bits_do_not_depend_on_the_other_rows(chip, columns, width, dtype):
+    """One row, two, a row tile and more, in any order; N beyond a column tile, a long K in two splits."""
+    x, weight, bias = problem(70, columns, width, True, dtype)
+    residual = residual_of(x, weight)
+
+    def layer(rows):
+        return ops.skinny_linear(x[rows], weight, bias, residual=residual[rows], backend="triton")
+
     with as_on(chip):
-        want = ops.skinny_linear(x, weight, bias, backend="triton")
+        want = layer(slice(None))
         for rows in ([0], [69], [3, 65], [64, 1, 63, 0, 2], list(range(69, 52, -1)), list(range(69, -1, -1))):
-            assert torch.equal(ops.skinny_linear(x[rows], weight, bias, backend="triton"), want[rows]), rows
+            assert torch.equal(layer(rows), want[rows]), rows
         for first, last in ((0, 1), (65, 66), (1, 6), (5, 70)):  # where the row lies in memory does not matter either
-            part = ops.skinny_linear(x[first:last], weight, bias, backend="triton")
-            assert torch.equal(part, want[first:last]), (first, last)
+            assert torch.equal(layer(slice(first, last)), want[first:last]), (first, last)
 
 
 @needs_kernel
@@ -116,7 +152,7 @@ def test_row_tiles_are_neighbours():
     x, weight, _ = problem(150, 130, 16, False, torch.bfloat16)
     with as_on("sm_90"), counted() as traffic:
         ops.skinny_linear(x, weight, backend="triton")
-    assert traffic["_skinny_linear_kernel"].grid == (3, 3, 1)
+    assert traffic["_skinny_linear_kernel"].grid == (3, 9, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -175,7 +211,7 @@ def test_no_rows(backend):
 
 def good():
     """Arguments that fit; each case below spoils one."""
-    return {"x": torch.ones(5, 4), "weight": torch.ones(3, 4), "bias": torch.ones(3)}
+    return {"x": torch.ones(5, 4), "weight": torch.ones(3, 4), "bias": torch.ones(3), "residual": torch.ones(5, 3)}
 
 
 BAD = {
@@ -189,11 +225,16 @@ BAD = {
     "weight-dtype": ("weight", {"weight": torch.ones(3, 4).half()}),
     "weight-device": ("weight", {"weight": torch.ones(3, 4, device="meta")}),
     "weight-strides": ("weight", {"weight": torch.ones(6, 8)[::2, ::2]}),
-    "weight-no-outputs": ("weight", {"weight": torch.ones(0, 4), "bias": torch.ones(0)}),
+    "weight-no-outputs": ("weight", {"weight": torch.ones(0, 4), "bias": torch.ones(0), "residual": torch.ones(5, 0)}),
     "bias-size": ("bias", {"bias": torch.ones(4)}),
     "bias-rank": ("bias", {"bias": torch.ones(1, 3)}),
     "bias-dtype": ("bias", {"bias": torch.ones(3).half()}),
     "bias-stride": ("bias", {"bias": torch.ones(6)[::2]}),
+    "residual-rows": ("residual", {"residual": torch.ones(1, 3)}),
+    "residual-columns": ("residual", {"residual": torch.ones(5, 4)}),
+    "residual-dtype": ("residual", {"residual": torch.ones(5, 3).half()}),
+    "residual-device": ("residual", {"residual": torch.ones(5, 3, device="meta")}),
+    "residual-inner-stride": ("residual", {"residual": torch.ones(3, 5).t()}),
     "backend": ("backend", {"backend": "cuda"}),
 }
 
@@ -206,13 +247,14 @@ def test_refuses(named, changes):
 
 def test_good_arguments_are_good():
     ops.skinny_linear(**good())
-    ops.skinny_linear(**{**good(), "bias": None, "weight": torch.ones(4, 3).t()})
+    ops.skinny_linear(**{**good(), "bias": None, "residual": None, "weight": torch.ones(4, 3).t()})
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 def test_opcheck(has_bias):
     x, weight, bias = problem(3, 5, 4, has_bias, torch.float32)
-    torch.library.opcheck(torch.ops.specdec.skinny_linear.default, (x, weight, bias, "torch"))
+    for residual in (None, residual_of(x, weight)):
+        torch.library.opcheck(torch.ops.specdec.skinny_linear.default, (x, weight, bias, residual, "torch"))
 
 
 def test_runs_on_meta():

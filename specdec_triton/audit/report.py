@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specdec_triton.kernels._config import Chip
 
 
-_PRODUCTS = ("_verify_attention_kernel", "_skinny_linear_kernel")  # of matrices
+_PRODUCTS = ("_verify_attention_kernel", "_skinny_linear_kernel", "_gated_linear_kernel")  # of matrices
 
 
 @dataclass

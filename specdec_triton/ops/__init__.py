@@ -11,8 +11,9 @@ from __future__ import annotations
 from specdec_triton._library import resolve_backend as resolve_backend
 from specdec_triton.logit_rules import LogitRules
 from specdec_triton.ops.drafting import ngram_propose
-from specdec_triton.ops.linear import row_mean, skinny_linear
+from specdec_triton.ops.linear import gated_linear, row_mean, skinny_linear
 from specdec_triton.ops.paged import append_kv, compact_kv, verify_attention
+from specdec_triton.ops.rowwise import gated_mlp_activation, rms_norm
 from specdec_triton.ops.rules import apply_logit_rules
 from specdec_triton.ops.sampling import BY_PROBABILITY, METHODS, PATHLESS, AcceptResult, accept_reject, sample
 from specdec_triton.reference.accept_reject import PAD
@@ -30,7 +31,10 @@ __all__ = [
     "append_kv",
     "apply_logit_rules",
     "compact_kv",
+    "gated_linear",
+    "gated_mlp_activation",
     "ngram_propose",
+    "rms_norm",
     "row_mean",
     "sample",
     "skinny_linear",
