@@ -88,9 +88,7 @@ def paged_attention(
         return attend_planned(q, k_cache, v_cache, p.plan, scale, sliding_window, softcap, sinks)
     total = len(q)
     q, k, v = p.unpack(q), p.unpack(k), p.unpack(v)
-    _append_kv(
-        k, v, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, None, None, False, p.backend[0]
-    )
+    _append_kv(k, v, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, p.backend[0])
     out = _verify_attention(
         q, k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, scale, None, sliding_window, softcap,
         sinks, None, None, p.backend[1],

@@ -12,7 +12,7 @@ from specdec_triton._library import resolve_backend as resolve_backend
 from specdec_triton.logit_rules import LogitRules
 from specdec_triton.ops.drafting import ngram_propose
 from specdec_triton.ops.linear import row_mean, skinny_linear
-from specdec_triton.ops.paged import append_kv, compact_kv, verify_attention
+from specdec_triton.ops.paged import append_kv, compact_kv, rope_append, verify_attention
 from specdec_triton.ops.rules import apply_logit_rules
 from specdec_triton.ops.sampling import BY_PROBABILITY, METHODS, PATHLESS, AcceptResult, accept_reject, sample
 from specdec_triton.reference.accept_reject import PAD
@@ -31,6 +31,7 @@ __all__ = [
     "apply_logit_rules",
     "compact_kv",
     "ngram_propose",
+    "rope_append",
     "row_mean",
     "sample",
     "skinny_linear",
