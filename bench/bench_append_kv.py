@@ -1,13 +1,13 @@
-"""What does writing new keys and values into the pages cost, and does rotating them on the way cost anything?
+"""What does writing new keys and values into the pages cost?
 
     python -m bench.bench_append_kv --out bench/results/append_kv.jsonl
     python -m bench.bench_append_kv --quick
     TRITON_INTERPRET=1 python -m bench.bench_append_kv      # launches and bytes
 
-``torch``: ``index_put_`` at slots that were computed beforehand; where keys are rotated, after transformers' own
-``apply_rotary_pos_emb``; where the cache is fp8, after PyTorch's division and cast. transformers' dynamic cache is no
-baseline, since it copies the whole context (its static cache is the ``index_put_``). FlashInfer's and vLLM's kernels neither rotate nor,
-here, quantise. These calls are short: on a GPU a few microseconds of a launch are most of their time.
+``torch``: ``index_put_`` at slots that were computed beforehand; where the cache is fp8, after PyTorch's division and cast.
+transformers' dynamic cache is no baseline, since it copies the whole context (its static cache is the ``index_put_``).
+FlashInfer's and vLLM's kernels do not, here, quantise. These calls are short: on a GPU a few microseconds of a launch are most of their
+time. With norms and rotation on the way: ``bench_rope_append``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Spec:
     shape: str
     batch: int
     steps: int
-    rotary: bool = False
     fp8: bool = False
     context: int = 1000
     dtype: str = "bfloat16"
@@ -47,15 +46,14 @@ class Spec:
 def specs(machine: str, quick: bool) -> list[Spec]:
     if machine != "gpu":
         name = "smollm2-135m"
-        found = [Spec(name, 4, 5), Spec(name, 4, 5, rotary=True), Spec(name, 4, 5, fp8=True), Spec(name, 1, 1)]
+        found = [Spec(name, 4, 5), Spec(name, 4, 5, fp8=True), Spec(name, 1, 1)]
         return found[:2] if quick else found
-    found = [Spec("llama3-8b", 64, 5), Spec("llama3-8b", 64, 5, rotary=True), Spec("llama3-8b", 64, 5, fp8=True)]
+    found = [Spec("llama3-8b", 64, 5), Spec("llama3-8b", 64, 5, fp8=True)]
     if quick:
         return found
     return [
         *found,
         *(Spec("llama3-8b", batch, steps) for batch, steps in ((1, 5), (8, 5), (64, 1), (1, 1), (8, 512))),
-        Spec("llama3-8b", 8, 512, rotary=True),
         Spec("smollm2-135m", 64, 5),
         Spec("phi2", 64, 5),
     ]
@@ -63,10 +61,8 @@ def specs(machine: str, quick: bool) -> list[Spec]:
 
 def bytes_moved(spec: Spec, chip: Chip) -> Traffic:
     size = getattr(torch, spec.dtype).itemsize
-    rotary = spec.model.dim if spec.rotary else 0
-    return traffic.append_kv(
-        spec.batch, spec.steps, spec.model.kv_heads, spec.model.dim, size, 1 if spec.fp8 else size, rotary
-    )
+    model = spec.model
+    return traffic.append_kv(spec.batch, spec.steps, model.kv_heads, model.dim, size, 1 if spec.fp8 else size)
 
 
 def flops(spec: Spec) -> int:
@@ -114,38 +110,20 @@ class Tensors:
         self.scales: dict[str, torch.Tensor] = {}
         if spec.fp8:
             self.scales = {name: torch.full((model.kv_heads,), 0.5, device=device) for name in ("k_scale", "v_scale")}
-        self.turns: dict[str, torch.Tensor] = {}
-        if spec.rotary:
-            frequency = 1e4 ** (-torch.arange(0, model.dim, 2, device=device) / model.dim)
-            angle = (position[:, None] * frequency).repeat(1, 2).expand(spec.batch, -1, -1).contiguous()
-            self.turns = {"cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
 
     def ours(self) -> Callable[[], None]:
         return lambda: self.append(self.caches, backend())
 
     def append(self, caches: list[torch.Tensor], backend: str) -> None:
-        ops.append_kv(
-            self.k, self.v, *caches, self.table, self.context, **self.scales, **self.turns, backend=backend
-        )  # fmt: skip
+        ops.append_kv(self.k, self.v, *caches, self.table, self.context, **self.scales, backend=backend)
 
     def gate(self) -> str | None:
-        """Every byte that of the reference; rotated keys: at most twice as far from fp64 as transformers' are."""
+        """Every byte that of the reference."""
         mine, theirs = ([raw(x).clone().view(x.dtype) for x in self.caches] for _ in range(2))
         self.append(mine, backend())
         self.append(theirs, "torch")
-        if self.spec.rotary:
-            truth, plain = self.rotated(torch.float64), self.rotated(self.k.dtype)
-            got = mine[0].flatten(0, 1)[self.slots].view(truth.shape)
-            error, allowed = (float((x.double() - truth).abs().max()) for x in (got, plain))
-            if not error <= 2 * allowed:
-                return f"rotated keys are {error:.2e} from fp64, allowed {2 * allowed:.2e}"
-            mine, theirs = mine[1:], theirs[1:]
         wrong = [not torch.equal(raw(a), raw(b)) for a, b in zip(mine, theirs, strict=True)]
         return "other bytes than the reference" if any(wrong) else None
-
-    def rotated(self, dtype: torch.dtype) -> torch.Tensor:
-        k, cos, sin = (x.to(dtype) for x in (self.k, self.turns["cos"], self.turns["sin"]))
-        return apply_rotary()(k, k, cos, sin, unsqueeze_dim=2)[1]
 
     def torch(self) -> Callable[[], object]:
         caches = [raw(x).flatten(0, 1) if self.spec.fp8 else x.flatten(0, 1) for x in self.caches]
@@ -156,13 +134,13 @@ class Tensors:
             cache.index_put_((self.slots,), x.flatten(0, 1))
 
         def call() -> None:
-            put(caches[0], self.rotated(self.k.dtype) if self.spec.rotary else self.k, "k_scale")
+            put(caches[0], self.k, "k_scale")
             put(caches[1], self.v, "v_scale")
 
         return call
 
     def plain_only(self) -> None:
-        if self.spec.rotary or self.spec.fp8:
+        if self.spec.fp8:
             raise Skip("compared on plain copies alone")
 
     def flashinfer(self) -> Callable[[], object]:
@@ -188,12 +166,6 @@ class Tensors:
 
 def raw(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8)
-
-
-def apply_rotary() -> Any:
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    return apply_rotary_pos_emb
 
 
 BENCH = Bench("append_kv", __doc__ or "", specs, build, bytes_moved, flops, memory, vs={"torch": "over_torch"})

@@ -75,6 +75,7 @@ verify_attention 55 75
 accept_reject 40 60
 sample 25 40
 append_kv 10 20
+rope_append 10 20
 compact_kv 8 15
 ngram_propose 8 15
 skinny_linear 15 25

@@ -6,6 +6,7 @@ chip without spills.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -101,6 +102,22 @@ class MeanConfig(NamedTuple):
 
     block_rows: int
     block_d: int
+    num_warps: int
+
+
+class RopeConfig(NamedTuple):
+    """Tiles of ``rope_append``.
+
+    Attributes:
+        heads: of a program. pairs, rest: lanes of its tiles of a head: half of what is rotated, and what is not.
+        unit, turn_unit: what strides of q, k and v, and of cos and sin, are multiples of.
+    """
+
+    heads: int
+    pairs: int
+    rest: int
+    unit: int
+    turn_unit: int
     num_warps: int
 
 
@@ -256,6 +273,17 @@ def activation_config(columns: int, chip: Chip) -> MeanConfig:
     return MeanConfig(64 if chip is INTERPRETER else 1, min(_power_of_two(columns), 1024), 4)
 
 
+def rope_config(heads: int, dim: int, rotary: int, chip: Chip) -> RopeConfig:
+    """For up to so many heads of size D, of which the first R lanes are rotated: some 1024 elements, 128 bits of each lane's dtype
+    (16 bits) to a thread, and so for the narrowest tile, which loses most if its loads are not wide."""
+    pairs = _power_of_two(rotary // 2) if rotary else 0
+    rest = _power_of_two(dim - rotary) if dim > rotary else 0
+    heads = min(_power_of_two(heads), _power_of_two(-(-1024 // (2 * pairs + rest))))
+    narrow = min(x for x in (pairs, rest) if x)
+    num_warps = max(heads * narrow // (chip.warp_size * 8), 1)
+    return RopeConfig(heads, pairs, rest, math.gcd(dim, 16), math.gcd(rotary, 16), num_warps)
+
+
 def fp8_mode(dtype: torch.dtype, chip: Chip) -> str:
     """How a cache of this dtype is read: ``plain``, or fp8 by the chip's conversion (``native``) or from ``bytes``."""
     if dtype != torch.float8_e4m3fn:
@@ -283,6 +311,19 @@ def even_rows(x: torch.Tensor) -> torch.Tensor:
         x = x.as_strided((1, width), (width, 1))  # one row's stride is any number
     even = x.stride(0) == width or (x.stride(0) % 16 == 0 and width % 16 == 0)
     return x if even and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def even_strides(x: torch.Tensor, unit: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """x and its strides but the last in units of so many elements, 0 along dimensions of size 1.
+
+    A new tensor's are such multiples where its last size is one. x is copied if its own are not, or if its address is not
+    divisible by 16: then a kernel reads as wide for one view as for any other, with one binary.
+    """
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))[:-1]
+    if x.data_ptr() % 16 or any(stride % unit for stride in strides):
+        x = x.clone(memory_format=torch.contiguous_format)
+        strides = x.stride()[:-1]
+    return x, tuple(stride // unit for stride in strides)
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[object]:

@@ -103,6 +103,23 @@ def encode_e4m3(x):
 
 
 @triton.jit
+def as_stored(
+    x, scale_ptr, head, dtype: tl.constexpr, KV_HEADS: tl.constexpr, FP8: tl.constexpr, HAS_SCALES: tl.constexpr
+):
+    """Keys or values of the heads ``head`` as the cache stores them: over their head's scale, fp8 as bytes."""
+    if HAS_SCALES:
+        scale = tl.load(scale_ptr + head, mask=head < KV_HEADS, other=1.0)
+        x = tl.div_rn(widen(x).to(tl.float32), scale)
+    if FP8:
+        stored = encode_e4m3(widen(x).to(tl.float32))
+    elif x.dtype == dtype:
+        stored = x
+    else:
+        stored = narrow(x, dtype)
+    return stored
+
+
+@triton.jit
 def load_kv(pointers, mask, dtype: tl.constexpr, KV: tl.constexpr):
     """Stored keys or values in the dtype of the query; 0 where masked."""
     if KV == KV_FP8_BYTES:

@@ -188,3 +188,14 @@ def check_rotary(cos: Any, sin: Any, interleaved: Any, k: torch.Tensor) -> None:
         require(x.dtype in allowed, name, "float64, float32, float16 or bfloat16", x.dtype)
         require(x.stride(2) == 1, name, "of stride 1 in its last dimension", list(x.stride()))
     require(sin.shape[2] == cos.shape[2], "sin", f"of cos's size {cos.shape[2]}", sin.shape[2])
+
+
+def check_norms(q_norm: Any, k_norm: Any, eps: Any, add_one: Any, k: torch.Tensor) -> None:
+    """Weights ``[D]`` of norms over each head, either or none, and what they share."""
+    check_bool("add_one", add_one)
+    finite = isinstance(eps, (int, float)) and not isinstance(eps, bool) and 0 < eps < math.inf
+    require(finite, "eps", "a finite number above 0", repr(eps))
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None:
+            check_tensor(name, weight, (k.shape[3],), k)
+            check_floating(name, weight)

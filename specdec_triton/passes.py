@@ -106,8 +106,8 @@ def paged_attention(
         scale, window, softcap, sinks = options
         return attend_planned(q, k_cache, v_cache, p.plan, scale, window, softcap if p.softcap else None, sinks)
     _append_kv(
-        p.unpack(k), p.unpack(v), k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None, None, None,
-        False, p.backends.append,
+        p.unpack(k), p.unpack(v), k_cache, v_cache, p.block_table, p.context_lens, p.query_lens, None, None,
+        p.backends.append,
     )  # fmt: skip
     return p.attend(layer, p.unpack(q), options, len(q))
 

@@ -37,7 +37,7 @@ _OVERWRITES = (aten.copy_, aten.fill_, aten.zero_, *_SCATTERS)
 # and so does a product with few outputs and a long K on a large chip.
 _KERNELS = {
     "append_kv": 1, "apply_logit_rules": 1, "compact_kv": 1, "ngram_propose": 1, "row_mean": 1, "skinny_linear": 1, "verify_attention": 2, "sample": 2,
-    "accept_reject": 2, "rms_norm": 1, "gated_mlp_activation": 1, "gated_linear": 1,
+    "accept_reject": 2, "rms_norm": 1, "gated_mlp_activation": 1, "gated_linear": 1, "rope_append": 1,
 }  # fmt: skip
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
@@ -300,7 +300,7 @@ def _own_bytes(call: Call, context: int) -> int:
         window = given["sliding_window"]
         tokens = given["q"].shape[1] + (context if window is None else min(context, window - 1))
     else:
-        tokens = given["k" if name == "append_kv" else "path"].shape[1]
+        tokens = given["path" if name == "compact_kv" else "k"].shape[1]
     moves = 2 if name == "compact_kv" else 1  # it reads a row and writes it elsewhere
     rows = 2 * moves * tokens * heads * dim * cache.element_size()
     return int(total + len(table) * (rows + -(-tokens // page_size) * table.element_size()))

@@ -1,18 +1,11 @@
-"""``append_kv``: equal means that every byte of the cache is right, those that must not change included.
-
-Rotated keys are judged by fp64: their error is at most twice that of PyTorch in the keys' dtype.
-"""
+"""``append_kv``: equal means that every byte of the cache is right, those that must not change included."""
 
 from __future__ import annotations
-
-import importlib
 
 import pytest
 import torch
 
 from specdec_triton import ops
-from specdec_triton._library import why_not_triton
-from specdec_triton.interpreter import counted
 from specdec_triton.reference.append_kv import append_on_device
 from specdec_triton.testing import FAR_PAGE, FP8, GARBAGE, NAN, SENTINEL, far_cache
 
@@ -150,138 +143,6 @@ def test_reference_without_host_reads(case, dtype):
     assert all(same_bytes(cache, new) for cache, new in zip(caches, want, strict=True))
 
 
-# Rotary embedding.
-
-# name: case, R
-ROTARY = {
-    "whole": ((16, [14, 3], 4, [4, 1], (4, 128)), 128),
-    "partial": ((7, [5, 6, 7], 4, [4, 0, 3], (3, 80)), 32),
-    "partial-20-of-80": ((1, [2], 3, None, (2, 80)), 20),
-    "head-96": ((48, [47, 0], 2, None, (5, 96)), 96),
-    "head-256-partial": ((5, [4], 2, None, (1, 256)), 64),
-    "odd-head": ((16, [3], 2, None, (2, 17)), 6),
-    "one-pair": ((16, [0], 1, None, (1, 16)), 2),
-}
-
-
-def factors(k, rotary, dtype, batch=None, seed=1):
-    """cos and sin of angles that differ in every lane, so that a wrong lane shows."""
-    generator = torch.Generator().manual_seed(seed)
-    angle = torch.rand(batch or len(k), k.shape[1], rotary, generator=generator, dtype=torch.float64) * 6.3
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotated(k, cos, sin, interleaved, dtype):
-    """Pair by pair from the definition, every intermediate in ``dtype``."""
-    out, rotary = k.to(dtype, copy=True), cos.shape[-1]
-    cos, sin = (x.to(dtype)[:, :, None] for x in (cos, sin))
-    for pair in range(rotary // 2):
-        i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotary // 2)
-        x, y = k[..., i].to(dtype), k[..., j].to(dtype)
-        out[..., i] = x * cos[..., i] - y * sin[..., i]
-        out[..., j] = y * cos[..., j] + x * sin[..., j]
-    return out
-
-
-def stored(cache, table, context, lens, like, scale=None):
-    """What lies at the new positions, fp64 ``[B,T,Hkv,D]``; 0 past query_lens. Blanks them out in the cache."""
-    out, size = torch.zeros(like.shape, dtype=torch.float64), cache.shape[1]
-    for b in range(len(like)):
-        for t in range(like.shape[1] if lens is None else int(lens[b])):
-            position = int(context[b]) + t
-            row = cache[table[b, position // size], position % size]
-            out[b, t] = row.double() if scale is None else row.double() * scale.double()[:, None]
-            row.copy_(torch.full(row.shape, SENTINEL).to(cache.dtype))
-    return out
-
-
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("case", "rotary"), ROTARY.values(), ids=ROTARY)
-def test_rotates_keys(case, rotary, dtype, interleaved, backend):
-    """The keys' first R lanes turn; the other lanes and v are stored as they are, and nothing else is written."""
-    k, v, caches, table, context, lens, scales = problem(*case, dtype)
-    cos, sin = factors(k, rotary, k.dtype)
-    turns = {"cos": cos, "sin": sin, "interleaved": interleaved}
-    plain = expected(k, v, caches, table, context, lens, scales)
-    before = caches[0].clone()
-    ops.append_kv(k, v, *caches, table, context, lens, **scales, **turns, backend=backend)
-    assert same_bytes(caches[1], plain[1])
-    assert same_bytes(caches[0][..., rotary:].contiguous(), plain[0][..., rotary:].contiguous())
-    scale = scales.get("k_scale")
-    got = stored(caches[0], table, context, lens, k, scale)
-    assert same_bytes(caches[0], before)
-    yardstick = expected(rotated(k, cos, sin, interleaved, k.dtype), v, [before, before], table, context, lens, scales)
-    torchs = stored(yardstick[0], table, context, lens, k, scale)
-    truth = rotated(k, cos, sin, interleaved, torch.float64)
-    if lens is not None:
-        truth[torch.arange(k.shape[1]) >= lens[:, None]] = 0
-    assert (got - truth).abs().max() <= 2 * (torchs - truth).abs().max()
-
-
-@pytest.mark.skipif(why_not_triton(OP, "cpu") is not None, reason="counts what the kernel reads")
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize(("case", "rotary"), ROTARY.values(), ids=ROTARY)
-def test_reads_and_writes_once(case, rotary, interleaved):
-    """Keys and values in use once, but for the partners of halves, which are near; nothing outside the arguments."""
-    k, v, caches, table, context, lens, _ = problem(*case, torch.bfloat16)
-    turns = dict(zip(("cos", "sin"), factors(k, rotary, k.dtype), strict=True), interleaved=interleaved)
-    with counted() as traffic:
-        ops.append_kv(k, v, *caches, table, context, lens, **turns, backend="triton")
-    mine = traffic["_append_kv_kernel"]
-    rows = (k.shape[0] * k.shape[1] if lens is None else int(lens.sum())) * k.shape[2] * 2
-    size = rows * k.shape[3]
-    assert mine.distinct("k_ptr") == mine.loaded["v_ptr"] == size
-    assert mine.loaded["k_ptr"] == size + (0 if interleaved else rows * rotary)
-    assert mine.stored == {"k_cache_ptr": size, "v_cache_ptr": size}
-
-
-# transformers' model type: its class prefix, settings, R of D = 64, interleaved
-MODELS = {
-    "llama": ("Llama", {}, 64, False),
-    "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.25}, 16, False),
-    "cohere": ("Cohere", {}, 64, True),
-    "glm": ("Glm", {"partial_rotary_factor": 0.5, "head_dim": 64}, 32, True),
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-@pytest.mark.parametrize("kind", MODELS)
-def test_rotates_as_transformers(kind, dtype, backend):
-    """With cos and sin from the model's own module: at most as far from fp64 as its own apply_rotary_pos_emb."""
-    from transformers import AutoConfig
-
-    prefix, settings, rotary, interleaved = MODELS[kind]
-    config = AutoConfig.for_model(kind, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, **settings)
-    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    k, v, caches, table, context, lens, _ = problem(16, [14], 4, None, (2, 64), dtype)
-    cos, sin = getattr(module, f"{prefix}RotaryEmbedding")(config)(k, (context[:, None] + torch.arange(4)))
-    assert cos.shape == (1, 4, rotary)
-    theirs = module.apply_rotary_pos_emb(k, k, cos, sin, unsqueeze_dim=2)[1]
-    if kind == "glm":
-        cos, sin = (x[..., : rotary // 2].repeat_interleave(2, -1) for x in (cos, sin))
-    ops.append_kv(k, v, *caches, table, context, lens, cos=cos, sin=sin, interleaved=interleaved, backend=backend)
-    ours = stored(caches[0], table, context, lens, k)
-    truth = rotated(k, cos, sin, interleaved, torch.float64)
-    assert (ours - truth).abs().max() <= (theirs - truth).abs().max()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_factors_of_any_layout_and_dtype(dtype, backend):
-    """One row for all requests, [1,T,R], is that row repeated; cut from a wider tensor it is the same too."""
-    k, v, caches, table, context, lens, _ = problem(*CASES["ragged-with-0"], torch.bfloat16)
-    cos, sin = factors(k, 16, dtype, batch=1)
-    whole = (cos.repeat(len(k), 1, 1), sin.repeat(len(k), 1, 1))
-    both = torch.cat([cos, sin], -1)
-    results = []
-    for c, s in (whole, (cos, sin), (both[..., :16], both[..., 16:]), (cos.expand_as(whole[0]), whole[1])):
-        new = [cache.clone() for cache in caches]
-        ops.append_kv(k, v, *new, table, context, lens, cos=c, sin=s, backend=backend)
-        results.append(new[0])
-    assert all(same_bytes(results[0], other) for other in results[1:])
-    assert not same_bytes(results[0], expected(k, v, caches, table, context, lens, {})[0])
-
-
 # Arguments.
 
 
@@ -310,10 +171,6 @@ def good():
 def fp8(**changes):
     caches = {"k_cache": torch.zeros(5, 4, 2, 16).to(FP8), "v_cache": torch.zeros(5, 4, 2, 16).to(FP8)}
     return {**caches, "k_scale": torch.ones(2), "v_scale": torch.ones(2), **changes}
-
-
-def turn(**changes):
-    return {"cos": torch.ones(2, 3, 16), "sin": torch.ones(1, 3, 16), **changes}
 
 
 BAD = {
@@ -350,19 +207,6 @@ BAD = {
     "fp8-without-k-scale": ("k_scale", fp8(k_scale=None)),  # faults.md E13
     "fp8-without-v-scale": ("v_scale", fp8(v_scale=None)),
     "scale-shape": ("k_scale", fp8(k_scale=torch.ones(1))),
-    "cos-alone": ("sin", {"cos": torch.ones(2, 3, 16)}),
-    "sin-alone": ("cos", {"sin": torch.ones(2, 3, 16)}),
-    "cos-batch": ("cos", turn(cos=torch.ones(3, 3, 16))),
-    "cos-T": ("cos", turn(cos=torch.ones(2, 4, 16))),
-    "cos-rank": ("cos", turn(cos=torch.ones(3, 16))),
-    "cos-odd": ("cos", turn(cos=torch.ones(2, 3, 15))),
-    "cos-empty": ("cos", turn(cos=torch.ones(2, 3, 0))),
-    "cos-beyond-D": ("cos", turn(cos=torch.ones(2, 3, 18))),
-    "cos-integer": ("cos", turn(cos=torch.ones(2, 3, 16).int())),
-    "cos-inner-stride": ("cos", turn(cos=torch.ones(2, 16, 3).transpose(1, 2))),
-    "sin-size": ("sin", turn(sin=torch.ones(2, 3, 8))),
-    "sin-device": ("sin", turn(sin=torch.ones(2, 3, 16, device="meta"))),
-    "interleaved": ("interleaved", turn(interleaved=1)),
     "backend": ("backend", {"backend": "cuda"}),
 }
 
@@ -381,20 +225,17 @@ def test_refuses(named, changes):
 def test_good_arguments_are_good():
     ops.append_kv(**good())
     ops.append_kv(**{**good(), **fp8()})
-    ops.append_kv(**{**good(), **turn()})
 
 
-@pytest.mark.parametrize("rotary", [None, 8], ids=["plain", "rotary"])
 @pytest.mark.parametrize("lens", [None, [3, 1]], ids=["full", "ragged"])
-def test_opcheck(lens, rotary):
+def test_opcheck(lens):
     k, v, caches, table, context, lens, _ = problem(4, [1, 2], 3, lens, (2, 16), torch.float32)
-    turns = (None, None) if rotary is None else factors(k, rotary, torch.float32)
-    args = (k, v, *caches, table, context, lens, None, None, *turns, True, "torch")
+    args = (k, v, *caches, table, context, lens, None, None, "torch")
     torch.library.opcheck(torch.ops.specdec.append_kv.default, args)
 
 
 def test_runs_on_meta():
-    meta = {name: x.to("meta") for name, x in {**good(), **turn()}.items()}
+    meta = {name: x.to("meta") for name, x in good().items()}
     assert ops.append_kv(**meta) is None
 
 

@@ -222,37 +222,80 @@ def check_append(dtype: torch.dtype, page_size: int, kv_heads: int, dim: int) ->
         assert torch.equal(raw(a), raw(b))
 
 
-def check_rotary(dtype: torch.dtype, interleaved: bool) -> None:
-    """Rotated keys are at most twice as far from fp64 as PyTorch's; values and all else byte for byte."""
-    k, v, caches, table, context, lens, _ = paged_problem(dtype, 16, 4, 64, 5)
-    angle = torch.rand(4, 5, 32) * 6
-    angle = angle.repeat_interleave(2, -1) if interleaved else angle.repeat(1, 1, 2)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+# Hq, Hkv, D, R, norms: query heads in one tile and in several, halves that are no power of two, lanes that are not rotated.
+ROPE = {
+    "llama": (32, 8, 128, 128, False),
+    "qwen3": (16, 8, 128, 128, True),
+    "gemma3": (8, 4, 256, 256, True),
+    "smollm2": (9, 3, 64, 64, False),
+    "partial": (12, 4, 80, 20, True),
+    "phi3": (4, 4, 96, 96, False),
+    "no-rotation": (6, 2, 64, 0, True),
+}
+
+
+def rope(x: torch.Tensor, weight: torch.Tensor | None, turns: tuple, pairs: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Normed and rotated with every intermediate in ``dtype``."""
+    x = x.to(dtype)
+    if weight is not None:
+        wide = x.double() if dtype == torch.float64 else x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        x = weight.to(dtype) * wide.to(dtype)
+    if turns[0] is None:
+        return x
+    c, s = (t[:, :, None].to(dtype) for t in turns)
+    part, rest = x[..., : c.shape[-1]], x[..., c.shape[-1] :]
+    if pairs:
+        turned = torch.stack([-part[..., 1::2], part[..., ::2]], -1).flatten(-2)
+    else:
+        turned = torch.cat([-part[..., c.shape[-1] // 2 :], part[..., : c.shape[-1] // 2]], -1)
+    return torch.cat([part * c + turned * s, rest], -1)
+
+
+def check_rope(shape: tuple[int, int, int, int, bool], dtype: torch.dtype, pairs: bool) -> None:
+    """q and keys at most twice as far from fp64 as PyTorch, values byte for byte, all else untouched; a row's bits are its own."""
+    q_heads, kv_heads, dim, rotary, norms = shape
+    k, v, caches, table, context, lens, scales = paged_problem(dtype, 16, kv_heads, dim, 5)
+    q = torch.randn(4, 5, q_heads, dim).to(k.dtype)
+    angle = torch.rand(4, 5, rotary) * 6
+    turns = (angle.cos().to(k.dtype), angle.sin().to(k.dtype)) if rotary else (None, None)
+    weights = {f"{x}_norm": (torch.rand(dim) + 0.5).to(k.dtype) for x in "qk"} if norms else {}
+    heads = (q_heads, kv_heads, kv_heads)
+    given = on_gpu(torch.cat((q, k, v), 2)).split(heads, 2)  # views of one tensor
+    options = {**scales, **weights, "interleaved": pairs}
     mine, theirs = [x.to(device) for x in caches], [x.clone() for x in caches]
-    turns = {"cos": cos, "sin": sin, "interleaved": interleaved}
-    call(ops.append_kv, k, v, *mine, table, context, lens, **turns)
-    ops.append_kv(k, v, *theirs, table, context, lens, **turns, backend="torch")
-
-    def rotated(dtype: torch.dtype) -> torch.Tensor:
-        x, c, s = k.to(dtype), cos[:, :, None].to(dtype), sin[:, :, None].to(dtype)
-        if interleaved:
-            turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
-        else:
-            turned = torch.cat([-x[..., 32:], x[..., :32]], -1)
-        return x * c + turned * s
-
-    truth, plain = rotated(torch.float64), rotated(dtype)
-    allowed = 2 * float((plain.double() - truth).abs().max())
-    got = mine[0].cpu()
-    touched = torch.zeros(got.shape[:2], dtype=torch.bool)
+    out = call(ops.rope_append, *given, *turns, *mine, table, context, lens, **options)
+    ops.append_kv(k, v, *theirs, table, context, lens, **scales, backend="torch")
+    assert torch.equal(raw(mine[1]), raw(theirs[1]))
+    got, touched = mine[0].cpu(), torch.zeros(caches[0].shape[:2], dtype=torch.bool)
+    keys = torch.zeros(k.shape, dtype=torch.float64)
     for b, n in enumerate(lens.tolist()):
         for t in range(n):
             position = int(context[b]) + t
             at = int(table[b, position // 16]), position % 16
             touched[at] = True
-            assert float((got[at].double() - truth[b, t]).abs().max()) <= allowed
-    assert torch.equal(raw(got[~touched]), raw(caches[0][~touched]))
-    assert torch.equal(raw(mine[1]), raw(theirs[1]))
+            keys[b, t] = got[at].double()
+    assert torch.equal(raw(got)[~touched], raw(caches[0])[~touched])
+    unused = torch.arange(5) >= lens[:, None]
+    for x, name, found in ((q, "q_norm", out.cpu()), (k, "k_norm", keys)):
+        truth, plain = (rope(x, weights.get(name), turns, pairs, of).double() for of in (torch.float64, x.dtype))
+        if dtype == FP8 and name == "k_norm":
+            scale = scales["k_scale"][:, None]
+            plain = (plain.float() / scale).clamp(-448, 448).to(FP8).double() * scale.double()
+            found = found * scale.double()
+        truth[unused], plain[unused] = 0, 0
+        least = 2.0**-22 * float(truth.abs().max()) if x.dtype == torch.float32 else 0.0
+        allowed = max(2 * float((plain - truth).abs().max()), least)
+        error = float((found.double() - truth).abs().max())
+        assert error <= allowed, f"{name[0]} is {error:.2e} from fp64, allowed {allowed:.2e}"
+
+    contiguous = on_gpu((q, k, v))
+    for first, last in ((0, 1), (3, 4), (0, 4)):
+        part = [None if x is None else x[first:last] for x in (*contiguous, *turns, table, context, lens)]
+        again = [x.to(device) for x in caches]
+        alone = call(ops.rope_append, *part[:5], *again, *part[5:], **options)
+        assert torch.equal(alone, out[first:last]), (first, last)
+    assert all(torch.equal(raw(a), raw(b)) for a, b in zip(again, mine, strict=True))
 
 
 def check_compact(dtype: torch.dtype, page_size: int, kv_heads: int, dim: int, given: bool) -> None:
@@ -272,11 +315,12 @@ for _dtype, _type in {**DTYPES, "fp8": FP8}.items():
         _name = f"{_dtype}-page-{_size}-{_heads}x{_dim}"
         CHECKS[f"append-{_name}"] = lambda a=(_type, _size, _heads, _dim): check_append(*a)
         CHECKS[f"compact-{_name}"] = lambda a=(_type, _size, _heads, _dim, _size == 16): check_compact(*a)
-for _dtype in DTYPES:
-    for _pairs in (False, True):
-        CHECKS[f"rotary-{_dtype}{'-interleaved' if _pairs else ''}"] = lambda a=(_dtype, _pairs): check_rotary(
-            DTYPES[a[0]], a[1]
-        )
+for _dtype, _type in {**DTYPES, "fp8": FP8}.items():
+    for _name, _shape in ROPE.items():
+        for _pairs in (False, True) if _shape[3] else (False,):
+            CHECKS[f"rope-{_dtype}-{_name}{'-interleaved' if _pairs else ''}"] = lambda a=(_shape, _type, _pairs): (
+                check_rope(*a)
+            )
 
 
 # Tokens.

@@ -19,7 +19,7 @@ from specdec_triton.testing import batch_of, paged_case
 
 OPS = [
     "append_kv", "compact_kv", "verify_attention", "accept_reject", "sample", "ngram_propose", "skinny_linear", "row_mean",
-    "apply_logit_rules", "rms_norm", "gated_mlp_activation", "gated_linear",
+    "apply_logit_rules", "rms_norm", "gated_mlp_activation", "gated_linear", "rope_append",
 ]  # fmt: skip
 
 
@@ -96,7 +96,7 @@ except RuntimeError as error:
 @pytest.mark.parametrize(
     ("name", "at_least"),
     [
-        ("ops.paged", 6),
+        ("ops.paged", 10),
         ("ops.sampling", 4),
         ("ops.drafting", 1),
         ("ops.linear", 3),
@@ -120,6 +120,7 @@ def calls():
     logits, params = torch.zeros(1, 3, 5), batch_of(1)
     return {
         "append_kv": lambda **b: ops.append_kv(k, k, *case.args[1:], **b),
+        "rope_append": lambda **b: ops.rope_append(k, k, k, None, None, *case.args[1:], **b),
         "compact_kv": lambda **b: ops.compact_kv(*case.args[1:5], torch.tensor([[0, 1]]), **b),
         "verify_attention": lambda **b: ops.verify_attention(*case.args, **b),
         "accept_reject": lambda **b: ops.accept_reject(

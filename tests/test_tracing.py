@@ -149,6 +149,12 @@ def own_ops(to):
     plain, filtered, typical = params(), params(top_k=3), params(typical_p=0.5)
     calls = {
         "append_kv": (lambda backend: ops.append_kv(k, v, k_cache, v_cache, table, context, lens, backend=backend), 1),
+        "rope_append": (
+            lambda backend: ops.rope_append(
+                k, k, v, None, None, k_cache, v_cache, table, context, lens, backend=backend
+            ),
+            1,
+        ),
         "compact_kv": (lambda backend: ops.compact_kv(k_cache, v_cache, table, context, path, backend=backend), 1),
         "verify_attention": (lambda backend: ops.verify_attention(*paged, backend=backend), 2),
         "ngram_propose": (lambda backend: ops.ngram_propose(texts, lens, 3, backend=backend), 1),
@@ -216,11 +222,15 @@ def test_attention_reads_the_context_not_the_pool(options, tokens):
 
 def test_appending_and_compacting_touch_their_rows():
     k, v = meta(2, 4, 3, 2, 64)
+    turn = meta(1, 3, 64)
     lens, table, path = (meta(*shape, dtype=torch.int32) for shape in ((4,), (4, 999), (4, 5)))
     with Trace(context=1000) as trace:
         ops.append_kv(k, v, **PAGED, block_table=table, context_lens=lens)
         ops.compact_kv(**PAGED, block_table=table, context_lens=lens, path=path)
+        ops.rope_append(k, k, v, turn, turn, **PAGED, block_table=table, context_lens=lens)
     assert trace.by_op["specdec.append_kv"].bytes == 4 * (3 * KEYS * 2 + 4 + 4)
+    own = 4 * (3 * KEYS * 2 + 4 + 4) + k.nbytes + turn.nbytes
+    assert trace.by_op["specdec.rope_append"].bytes == own
     assert trace.by_op["specdec.compact_kv"].bytes == 4 * (5 * KEYS * 2 + 5 * 4 + 4 + 4)
 
 

@@ -61,17 +61,34 @@ def attention_flops(batch: int, steps: int, context: int, heads: int, dim: int, 
     return 4 * batch * heads * dim * sum(min(keys, window) if window else keys for keys in seen)
 
 
-def append_kv(
-    batch: int, steps: int, kv_heads: int, dim: int, itemsize: int, kv_itemsize: int, rotary: int = 0
-) -> Traffic:
-    """One read and one write of every element: the floor, but for keys that are rotated on the way. Those read each lane's
-    partner too, and cos and sin, of the keys' dtype, once for every head instead of once.
-    """
-    elements = batch * steps * kv_heads * dim
-    plain = 2 * elements * (itemsize + kv_itemsize)
-    factors = 2 * batch * steps * rotary * itemsize
-    partners = batch * steps * kv_heads * rotary * itemsize
-    return Traffic(moved=plain + partners + kv_heads * factors, floor=plain + factors)
+def append_kv(batch: int, steps: int, kv_heads: int, dim: int, itemsize: int, kv_itemsize: int) -> Traffic:
+    """One read and one write of every element: the floor."""
+    return Traffic(*[2 * batch * steps * kv_heads * dim * (itemsize + kv_itemsize)] * 2)
+
+
+class RopeShape(NamedTuple):
+    """What ``rope_append`` moves depends on. ``rotary``: R. ``norms``: of q and k; ``kv_itemsize`` of the cache."""
+
+    batch: int
+    steps: int
+    heads: int
+    kv_heads: int
+    dim: int
+    rotary: int
+    itemsize: int
+    kv_itemsize: int
+    norms: bool = False
+
+
+def rope_append(s: RopeShape) -> Traffic:
+    """One read and one write of every element; cos, sin and the norms' weights, which a chip's cache serves, once for every head
+    instead of once."""
+    tokens, heads = s.batch * s.steps, s.heads + s.kv_heads
+    queries = 2 * tokens * s.heads * s.dim * s.itemsize
+    plain = queries + append_kv(s.batch, s.steps, s.kv_heads, s.dim, s.itemsize, s.kv_itemsize).floor
+    factors = 2 * tokens * s.rotary * s.itemsize
+    weights = s.dim * s.itemsize if s.norms else 0
+    return Traffic(moved=plain + heads * (factors + tokens * weights), floor=plain + factors + 2 * weights)
 
 
 def copy_rows(batch: int, rows: int, kv_heads: int, dim: int, kv_itemsize: int) -> Traffic:

@@ -12,7 +12,7 @@ from specdec_triton._library import resolve_backend as resolve_backend
 from specdec_triton.logit_rules import LogitRules
 from specdec_triton.ops.drafting import ngram_propose
 from specdec_triton.ops.linear import gated_linear, row_mean, skinny_linear
-from specdec_triton.ops.paged import append_kv, compact_kv, verify_attention
+from specdec_triton.ops.paged import append_kv, compact_kv, rope_append, verify_attention
 from specdec_triton.ops.rowwise import gated_mlp_activation, rms_norm
 from specdec_triton.ops.rules import apply_logit_rules
 from specdec_triton.ops.sampling import BY_PROBABILITY, METHODS, PATHLESS, AcceptResult, accept_reject, sample
@@ -35,6 +35,7 @@ __all__ = [
     "gated_mlp_activation",
     "ngram_propose",
     "rms_norm",
+    "rope_append",
     "row_mean",
     "sample",
     "skinny_linear",

@@ -1,4 +1,4 @@
-"""``append_kv``: write the new tokens' keys, rotated if asked, and values into the pages of their requests."""
+"""``append_kv``: write the new tokens' keys and values into the pages of their requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ def append_kv(
     query_lens: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    interleaved: bool,
 ) -> None:
     """In place; see ``specdec_triton.ops.append_kv``."""
     count, page_size = k.shape[1], k_cache.shape[1]
-    if cos is not None and sin is not None:
-        k = _rotated(k, cos, sin, interleaved)
     if k_scale is not None:
         k = k / k_scale[:, None]
     if v_scale is not None:
@@ -78,16 +73,3 @@ def _stored(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
         limit = torch.finfo(cache.dtype).max
         x = x.float().clamp(-limit, limit)
     return x.to(cache.dtype)
-
-
-def _rotated(k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """fp32 ``[B,T,Hkv,D]``: the lanes that cos and sin cover turned, the others as they are."""
-    rotary = cos.shape[-1]
-    x = k[..., :rotary].float()
-    if interleaved:
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
-    else:
-        first, second = x.chunk(2, -1)
-        turned = torch.cat((-second, first), -1)
-    x = x * cos[:, :, None].float() + turned * sin[:, :, None].float()
-    return torch.cat((x, k[..., rotary:].float()), -1)

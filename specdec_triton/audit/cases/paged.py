@@ -29,7 +29,7 @@ _TREE = (Size(8, 16, 4096), Size(1, 64, 100), Size(3, 5, 0, pages=7), Size(16, 3
 
 
 def cases() -> list[Case]:
-    return [*_attention_cases(), *_append_cases(), *_other_cases()]
+    return [*_attention_cases(), *_append_cases(), *_rope_cases(), *_other_cases()]
 
 
 def _pages(model: Model, size: Size, kv: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -125,31 +125,82 @@ def _append_cases() -> list[Case]:
     return [
         *(_append(name, torch.bfloat16, torch.bfloat16) for name in ("llama3-8b", "smollm2-135m", "phi2")),
         *(_append(name, torch.bfloat16, FP8) for name in ("llama3-8b", "smollm2-135m")),
-        _append("llama3-8b", torch.bfloat16, torch.bfloat16, rotary=128),
-        _append("llama3-8b", torch.bfloat16, FP8, rotary=128),
-        _append("phi2", torch.bfloat16, torch.bfloat16, rotary=32),
-        _append("llama3-8b", torch.bfloat16, torch.bfloat16, rotary=128, interleaved=True),
     ]
 
 
-def _append(name: str, dtype: torch.dtype, kv: torch.dtype, *, rotary: int = 0, interleaved: bool = False) -> Case:
+def _append(name: str, dtype: torch.dtype, kv: torch.dtype) -> Case:
     model = MODELS[name]
 
     def call(size: Size) -> None:
         k = meta(size.batch, model.kv_heads, size.steps, model.dim, dtype=dtype).transpose(1, 2)
-        lens = meta(size.batch, dtype=INT)
-        turn = meta(size.batch, size.steps, rotary, dtype=dtype) if rotary else None
-        extra: dict[str, Any] = {**_scales(model, kv), "cos": turn, "sin": turn, "interleaved": interleaved}
-        ops.append_kv(k, k, *_pages(model, size, kv), lens, **extra, backend="triton")
+        ops.append_kv(
+            k, k, *_pages(model, size, kv), meta(size.batch, dtype=INT), **_scales(model, kv), backend="triton"
+        )
 
     def moved(chip: Chip) -> Traffic:
         size = _CHAIN[0]
-        heads = (model.kv_heads, model.dim)
-        return traffic.append_kv(size.batch, size.steps, *heads, dtype.itemsize, kv.itemsize, rotary)
+        return traffic.append_kv(size.batch, size.steps, model.kv_heads, model.dim, dtype.itemsize, kv.itemsize)
 
     kind = name_of(dtype) + (" kv-fp8" if kv == FP8 else "")
-    kind += (f" rope-{rotary}" if rotary else "") + (" interleaved" if interleaved else "")
     return Case("append_kv", f"{name} {kind}", call, moved, _CHAIN, quick=name == "llama3-8b")
+
+
+def _rope_cases() -> list[Case]:
+    fp16, fp32 = torch.float16, torch.float32
+    return [
+        _rope("llama3-8b", quick=True),
+        *(_rope("llama3-8b", dtype) for dtype in (fp16, fp32)),
+        _rope("llama3-8b", kv=FP8, quick=True),
+        _rope("llama3-8b", interleaved=True),
+        _rope("llama3-8b", rotary=64, interleaved=True),  # GLM
+        *(_rope("qwen3-0.6b", kv=kv, norms=True, quick=kv is None) for kv in (None, FP8)),
+        *(_rope("gemma3-4b", kv=kv, norms=True, quick=kv is None) for kv in (None, FP8)),
+        _rope("gemma3-4b", fp32, norms=True),
+        *(_rope("smollm2-135m", dtype) for dtype in (torch.bfloat16, fp32)),
+        _rope("smollm2-135m", rotary=0),  # SmolLM3's layers without positions
+        *(_rope("phi2", rotary=32, kv=kv) for kv in (None, FP8)),
+        _rope("phi3-mini"),
+        _rope("head-192", norms=True),
+    ]
+
+
+def _rope(
+    name: str,
+    dtype: torch.dtype = torch.bfloat16,
+    kv: torch.dtype | None = None,
+    *,
+    rotary: int | None = None,
+    interleaved: bool = False,
+    norms: bool = False,
+    quick: bool = False,
+) -> Case:
+    model, kv = MODELS[name], kv or dtype
+    rotary = model.dim if rotary is None else rotary
+
+    def call(size: Size) -> None:
+        heads = (model.heads, model.kv_heads, model.kv_heads)
+        product = meta(size.batch * size.steps, sum(heads) * model.dim, dtype=dtype)
+        q, k, v = product.view(size.batch, size.steps, sum(heads), model.dim).split(heads, 2)
+        turn = meta(size.batch, size.steps, rotary, dtype=dtype) if rotary else None
+        weight = meta(model.dim, dtype=dtype) if norms else None
+        lens = meta(size.batch, dtype=INT)
+        ops.rope_append(
+            q, k, v, turn, turn, *_pages(model, size, kv), lens, interleaved=interleaved, q_norm=weight, k_norm=weight,
+            add_one=name.startswith("gemma"), **_scales(model, kv), backend="triton",
+        )  # fmt: skip
+
+    def moved(chip: Chip) -> Traffic:
+        size = _CHAIN[0]
+        return traffic.rope_append(
+            traffic.RopeShape(
+                size.batch, size.steps, model.heads, model.kv_heads, model.dim, rotary, dtype.itemsize, kv.itemsize, norms
+            )
+        )  # fmt: skip
+
+    kind = (
+        name_of(dtype) + (" kv-fp8" if kv == FP8 else "") + f" rope-{rotary}" + (" interleaved" if interleaved else "")
+    )
+    return Case("rope_append", f"{name} {kind}{' normed' if norms else ''}", call, moved, _CHAIN, quick=quick)
 
 
 def _other_cases() -> list[Case]:
