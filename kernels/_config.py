@@ -107,6 +107,7 @@ class MeanConfig(NamedTuple):
 _ROWS_EXPECTED = 8  # positions of a verify pass that should fit one tile: K = 7
 _SPLIT_BYTES = 2048  # of a weight's row: for less, a second launch takes longer than it saves
 _MOST_SPLITS = 16
+_MOST_PARTS = 512  # of a vocabulary: two waves of programs on most chips, and a merge that takes microseconds
 
 
 def interpreting() -> bool:
@@ -216,6 +217,14 @@ def linear_shared_memory(config: LinearConfig, dtype: torch.dtype, chip: Chip) -
     in_registers = chip.backend == "cuda" and (dtype == torch.float32 or not _multiplies_from_shared_memory(chip))
     blocks = config.num_stages - 1 if in_registers else config.num_stages
     return blocks * (config.block_m + config.block_n) * config.block_k * dtype.itemsize
+
+
+def head_part(vocab: int) -> int:
+    """Columns of a part of V: the logits of which one program of ``head_stats`` keeps statistics. Multiples of 128, 512 parts at most.
+
+    A function of V alone: of what a row's statistics consist does not depend on the chip, nor on whether there is one.
+    """
+    return 128 * max(-(-vocab // (128 * _MOST_PARTS)), 1)
 
 
 def _multiplies_from_shared_memory(chip: Chip) -> bool:
