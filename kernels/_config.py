@@ -125,6 +125,7 @@ _ROWS_EXPECTED = 8  # positions of a verify pass that should fit one tile: K = 7
 _SPLIT_BYTES = 8192  # of a weight's row: for less, a second launch takes longer than it saves
 _MOST_SPLITS = 16
 _MOST_STAGES = 8
+_MOST_PARTS = 512  # of a vocabulary: two waves of programs on most chips, and a merge that takes microseconds
 
 
 def interpreting() -> bool:
@@ -249,6 +250,14 @@ def product_options(config: LinearConfig, dtype: torch.dtype, chip: Chip) -> dic
     spills = dtype != torch.float32  # on sm_100, unless it may have all registers
     most = at_most_registers(255, chip) if spills else {}
     return {"num_warps": config.num_warps, "num_stages": config.num_stages, **most, **EXACT}
+
+
+def head_part(vocab: int) -> int:
+    """Columns of a part of V: the logits of which one program of ``head_stats`` keeps statistics. Multiples of 128, 512 parts at most.
+
+    A function of V alone: of what a row's statistics consist does not depend on the chip, nor on whether there is one.
+    """
+    return 128 * max(-(-vocab // (128 * _MOST_PARTS)), 1)
 
 
 def _multiplies_from_shared_memory(chip: Chip) -> bool:

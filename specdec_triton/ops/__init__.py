@@ -11,6 +11,7 @@ from __future__ import annotations
 from specdec_triton._library import resolve_backend as resolve_backend
 from specdec_triton.logit_rules import LogitRules
 from specdec_triton.ops.drafting import ngram_propose
+from specdec_triton.ops.head import HeadStats, accept_stats, head_stats, sample_head, verify_head
 from specdec_triton.ops.linear import gated_linear, row_mean, skinny_linear
 from specdec_triton.ops.paged import append_kv, compact_kv, rope_append, verify_attention
 from specdec_triton.ops.rowwise import gated_mlp_activation, rms_norm
@@ -25,19 +26,24 @@ __all__ = [
     "PAD",
     "PATHLESS",
     "AcceptResult",
+    "HeadStats",
     "LogitRules",
     "SamplingBatch",
     "accept_reject",
+    "accept_stats",
     "append_kv",
     "apply_logit_rules",
     "compact_kv",
     "gated_linear",
     "gated_mlp_activation",
+    "head_stats",
     "ngram_propose",
     "rms_norm",
     "rope_append",
     "row_mean",
     "sample",
+    "sample_head",
     "skinny_linear",
     "verify_attention",
+    "verify_head",
 ]

@@ -112,11 +112,7 @@ def accept_reject(
         require(draft_logits is not None, "draft_lse", "given together with draft_logits", "it alone")
         check_tensor("draft_lse", draft_lse, (batch, rows - 1), target_logits)
         require(draft_lse.dtype == torch.float32, "draft_lse", "float32", draft_lse.dtype)
-    if draft_lens is not None:
-        draft_lens = integers("draft_lens", draft_lens, (batch,), target_logits, torch.int32)
-        if draft_lens.device.type == "cpu" and batch:
-            low, high = int(draft_lens.min()), int(draft_lens.max())
-            require(low >= 0 and high < rows, "draft_lens", f"from 0 to K = {rows - 1}", (low, high))
+    draft_lens = lengths(draft_lens, batch, rows - 1, target_logits)
     for name, value in (("typical_epsilon", typical_epsilon), ("typical_delta", typical_delta)):
         ok = isinstance(value, (int, float)) and 0 <= value <= 1
         require(ok, name, "a number from 0 to 1", repr(value))
@@ -162,6 +158,17 @@ def sample(
         check_integer("node", node, 0, MAX_DRAFT_TOKENS)
     tokens, lse = _sample(logits, *unpacked(params, batch, logits), node, resolve_backend(backend, "sample", logits))
     return (tokens, lse) if return_lse else tokens
+
+
+def lengths(draft_lens: torch.Tensor | None, batch: int, k: int, like: torch.Tensor) -> torch.Tensor | None:
+    """Draft lengths as int32, on the CPU checked to be from 0 to K."""
+    if draft_lens is None:
+        return None
+    draft_lens = integers("draft_lens", draft_lens, (batch,), like, torch.int32)
+    if draft_lens.device.type == "cpu" and batch:
+        low, high = int(draft_lens.min()), int(draft_lens.max())
+        require(low >= 0 and high <= k, "draft_lens", f"from 0 to K = {k}", (low, high))
+    return draft_lens
 
 
 def unpacked(params: SamplingBatch, batch: int, like: torch.Tensor) -> tuple:

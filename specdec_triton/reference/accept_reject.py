@@ -58,10 +58,10 @@ def accept_reject(
     lens = usable.sum(-1)
     drafts = draft_tokens.where(usable, 0)
 
-    accepted = _prefix(usable & (drafts == best[:, :k]))
+    accepted = prefix(usable & (drafts == best[:, :k]))
     greedy = temperature <= 0
     if method == "greedy" or (device.type == "cpu" and bool(greedy.all())):
-        return _emit(drafts, best, accepted, status)
+        return emit(drafts, best, accepted, status)
 
     params = (temperature, top_k, top_p, min_p, typical_p, has_filters)
     if method == "coupled":
@@ -72,10 +72,10 @@ def accept_reject(
             scaled = _scaled_rows(target_logits[:, t : t + 1], *params)
             drawn = race(scaled[:, 0], seed, position + t, node, Stream.COUPLED)
             chosen[:, t] = torch.where(greedy, chosen[:, t], drawn)
-            accepted = _prefix(usable & (drafts == chosen[:, :k]))
+            accepted = prefix(usable & (drafts == chosen[:, :k]))
             if device.type == "cpu" and not bool((accepted > t).any()):
                 break
-        return _emit(drafts, chosen, accepted, status)
+        return emit(drafts, chosen, accepted, status)
 
     log_p = _scaled_rows(target_logits, *params).log_softmax(
         -1
@@ -107,7 +107,7 @@ def accept_reject(
     stream = torch.where(rejected, int(Stream.RECOVERED), int(Stream.BONUS))
     drawn = race(log_last, seed, position, num_accepted, stream)
     best[row, num_accepted] = torch.where(greedy, best[row, num_accepted], drawn)
-    return _emit(drafts, best, num_accepted, status)
+    return emit(drafts, best, num_accepted, status)
 
 
 def _scaled_rows(
@@ -132,7 +132,7 @@ def _rejection(
     """Accepted drafts ``[B]``: the first of them, while u q < p."""
     log_p_draft, log_q_draft = _of_drafts(log_p, drafts), _of_drafts(log_q, drafts)
     # False for q = NaN, and for p = 0 whatever q is. q = 0 cannot have been drawn: reject.
-    return _prefix(usable & (u.log() + log_q_draft < log_p_draft) & (log_q_draft > NEG_INF))
+    return prefix(usable & (u.log() + log_q_draft < log_p_draft) & (log_q_draft > NEG_INF))
 
 
 def _block(
@@ -168,7 +168,7 @@ def _typical(
     rows = log_p[:, : drafts.shape[1]]
     entropy = -(rows.exp() * rows.masked_fill(rows == NEG_INF, 0.0)).sum(-1)
     threshold = (delta * (-entropy).exp()).clamp(max=epsilon)
-    return _prefix(usable & (_of_drafts(log_p, drafts).exp() > threshold))
+    return prefix(usable & (_of_drafts(log_p, drafts).exp() > threshold))
 
 
 def _of_drafts(log_probs: torch.Tensor | None, drafts: torch.Tensor) -> torch.Tensor:
@@ -188,12 +188,12 @@ def _residual(
     return (p - log_q.exp().nan_to_num(0.0)).clamp(min=0)
 
 
-def _prefix(accepted: torch.Tensor) -> torch.Tensor:
+def prefix(accepted: torch.Tensor) -> torch.Tensor:
     """How many of ``[B,K]`` come before the first False."""
     return accepted.long().cumprod(-1).sum(-1)
 
 
-def _emit(
+def emit(
     drafts: torch.Tensor, candidates: torch.Tensor, num_accepted: torch.Tensor, status: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accepted drafts, then the candidate of the first row that was not accepted, then padding."""

@@ -29,7 +29,7 @@ def scaled_logits(
         temperature, top_k, top_p, min_p, typical_p (None: off): ``[R]``. Rows with temperature 0 come back as if it were 1, unfiltered.
     """
     greedy = temperature <= 0
-    scaled = logits.float() * _inverse(temperature)[:, None]
+    scaled = over_temperature(logits, temperature)
     if has_filters is None:
         least = typical_p is not None or logits.device.type != "cpu"
         has_filters = least or bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
@@ -97,6 +97,11 @@ def _keep_typical(scaled: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor
             break
     last = (mass < enough).sum(-1, keepdim=True).clamp(max=known - 1)
     return scaled.masked_fill((distance > ordered.gather(-1, last)) & (typical_p < 1)[:, None], NEG_INF)
+
+
+def over_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """fp32 ``[R,V]``; as they are where the temperature ``[R]`` is 0."""
+    return logits.float() * _inverse(temperature)[:, None]
 
 
 def _inverse(temperature: torch.Tensor) -> torch.Tensor:

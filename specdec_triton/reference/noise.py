@@ -52,14 +52,21 @@ def uniform(seed: torch.Tensor, position: torch.Tensor, node: torch.Tensor, stre
 
 
 def gumbel(
-    seed: torch.Tensor, position: torch.Tensor, node: torch.Tensor, stream: Stream | torch.Tensor, vocab: int
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    node: torch.Tensor,
+    stream: Stream | torch.Tensor,
+    vocab: int,
+    first: int = 0,
 ) -> torch.Tensor:
     """Standard Gumbel noise, fp32 ``[..., vocab]``, one row for each element of the (equal-shaped) int64 arguments.
+
+    It is that of the tokens ``first`` (a multiple of 4) .. first + vocab - 1.
 
     A Gumbel number is -log of an exponential one; the exponential comes from -log1p(-u), whose winners lie near u = 0
     where u is finely resolved.
     """
-    groups = torch.arange((vocab + 3) // 4, device=seed.device)
+    groups = torch.arange(first // 4, (first + vocab + 3) // 4, device=seed.device)
     of_stream = torch.zeros_like(seed) + stream
     keys = (x[..., None] for x in (seed, position & _MASK, node, of_stream))
     seed, position, node, of_stream, groups = torch.broadcast_tensors(*keys, groups)
@@ -89,6 +96,14 @@ def race(
             values[row, token] = logits[row, token] + noise
             return best_of(values)[1]
     return best_of(logits + gumbel(seed, position, node, stream, logits.shape[-1]))[1]
+
+
+def two_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a + b, exactly: the rounded sum, and what rounding took (Knuth's TwoSum); 0 where the sum is not finite."""
+    high = a + b
+    part = high - a
+    low = (a - (high - part)) + (b - part)
+    return high, low.where(high.isfinite(), 0.0)
 
 
 def _to_gumbel(bits: torch.Tensor) -> torch.Tensor:
