@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,12 +58,8 @@ class ModelAdapter:
         self._keeps_logits = self.observation.keeps_logits
         self._softcap = applies_softcap(self.config)
         self._rows: InvariantRows | None = None
+        self.head: Head | None = find_head(model)  # None: logits are all there is
         self.observation.check_cached_passes(self)
-
-    @cached_property
-    def head(self) -> Head | None:
-        """The last product, where drafts can be judged without writing its logits; None: logits are all there is."""
-        return find_head(self.model)
 
     def check_ready(self) -> None:
         """Raises RuntimeError in training mode, where passes are random."""

@@ -38,6 +38,7 @@ _OVERWRITES = (aten.copy_, aten.fill_, aten.zero_, *_SCATTERS)
 _KERNELS = {
     "append_kv": 1, "apply_logit_rules": 1, "compact_kv": 1, "ngram_propose": 1, "row_mean": 1, "skinny_linear": 1, "verify_attention": 2, "sample": 2,
     "accept_reject": 2, "rms_norm": 1, "gated_mlp_activation": 1, "gated_linear": 1, "rope_append": 1,
+    "verify_head": 2, "sample_head": 2, "head_stats": 1, "accept_stats": 1,
 }  # fmt: skip
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
@@ -19,7 +20,7 @@ from specdec_triton.engine.graphs import StepGraphs
 from specdec_triton.engine.round import COLUMNS
 from specdec_triton.recorded_graph import RecordedGraph
 from specdec_triton.testing import plain_greedy, toy_model
-from specdec_triton.tracing import Trace
+from specdec_triton.tracing import Trace, tensors
 
 SIZES = {
     "vocab_size": 1000,
@@ -105,19 +106,49 @@ def test_no_step_waits_for_the_device(drafter, params, adaptive):
     assert trace.launches > 100
 
 
+class Widths(TorchDispatchMode):
+    """Which tensors with as many columns as there are ids come into being."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        is_row = [x for x in tensors(out) if x.dim() > 1 and x.shape[-1] == SIZES["vocab_size"] and not x._is_view()]
+        self.found += [(str(func), *x.shape) for x in is_row]
+        return out
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", PARAMS)
+def test_who_writes_logits(drafter, name):
+    """Nobody whose rounds need a few numbers of each row; drafts with probabilities, filters, rules and mixed methods do."""
+    decoder = SpeculativeDecoder(on_meta(), DRAFTERS[drafter](), max_batch_size=8, adaptive=False)
+    decoder._loop._ring, decoder._loop._details = Everything(), Zeros()
+    for i in range(6):
+        decoder.submit([3, 5, 7, i], PARAMS[name][i % len(PARAMS[name])])
+    decoder.step()
+    shape = decoder._loop._make_room()
+    with torch.inference_mode(), Widths() as widths:
+        decoder._loop.rounds.run(shape)
+    alone = name in ("greedy", "coupled") or (name == "rejection" and drafter != "model")
+    assert (widths.found == []) is alone, widths.found
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_launches_of_a_round(kind, monkeypatch):
     """K + 1 passes of models, one launch of each op that is needed, and below 90 others; 70 more for the controller."""
     passes = []
-    forward = ModelAdapter.forward
+    call = ModelAdapter._call
 
     def counted(*args, **options):
         before = trace.launches
-        logits = forward(*args, **options)
+        out = call(*args, **options)
         passes.append(trace.launches - before)
-        return logits
+        return out
 
-    monkeypatch.setattr(ModelAdapter, "forward", counted)
+    monkeypatch.setattr(ModelAdapter, "_call", counted)
     for adaptive in (False, True):
         for name in DRAFTERS:
             with Trace(context=100) as trace:  # for the steps before as well
@@ -132,9 +163,9 @@ def test_launches_of_a_round(kind, monkeypatch):
                 decoder._loop.rounds.run(shape)
             assert len(passes) == (5 if name == "model" else 1)
             own = {op: cost.launches for op, cost in trace.by_op.items() if op.startswith("specdec.")}
-            assert own.pop("specdec.accept_reject") == 2
+            assert own.pop("specdec.verify_head") == 2
             assert own.pop("specdec.ngram_propose", None) == (1 if name == "lookup" else None)
-            assert own.pop("specdec.sample", None) == (8 if name == "model" else None)
+            assert own.pop("specdec.sample_head", None) == (8 if name == "model" else None)
             assert set(own) == {
                 "specdec.append_kv", "specdec.row_mean", "specdec.skinny_linear", "specdec.verify_attention"
             }  # fmt: skip

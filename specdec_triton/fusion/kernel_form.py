@@ -83,10 +83,17 @@ def _added(
     """x plus the layer's product, normed or not."""
     if norm is None:
         return _linear(layer, update, p, residual=x)
-    return _normed(norm, _linear(layer, update, p), p, residual=x, residual_after=True)
-
-
-def _normed(norm: FusedRMSNorm, x: torch.Tensor, p: Pass, **options: object) -> torch.Tensor:
+    update = _linear(layer, update, p)
     return ops.rms_norm(  # type: ignore[no-any-return]
-        x, norm.weight, eps=norm.eps, add_one=norm.add_one, backend=p.backends.rows, **options
+        update,
+        norm.weight,
+        eps=norm.eps,
+        add_one=norm.add_one,
+        residual=x,
+        residual_after=True,
+        backend=p.backends.rows,
     )
+
+
+def _normed(norm: FusedRMSNorm, x: torch.Tensor, p: Pass) -> torch.Tensor:
+    return ops.rms_norm(x, norm.weight, eps=norm.eps, add_one=norm.add_one, backend=p.backends.rows)  # type: ignore[no-any-return]
