@@ -90,20 +90,25 @@ def count(decoder: SpeculativeDecoder, shape: Shape, context: int) -> dict[str, 
     """A round's launches and bytes; a copy from the host counts as an upload."""
     decoder._loop.rounds.costs.curve(shape.rows)  # made once for each batch size
     passes: list[int] = []
-    call = ModelAdapter._call
+    ways = {name: getattr(ModelAdapter, name) for name in ("forward", "hidden")}
 
-    def counted(*args: Any, **options: Any) -> Any:
-        before = trace.launches
-        out = call(*args, **options)
-        passes.append(trace.launches - before)
-        return out
+    def counted(way: Any) -> Any:
+        def run(*args: Any, **options: Any) -> torch.Tensor:
+            before = trace.launches
+            out: torch.Tensor = way(*args, **options)
+            passes.append(trace.launches - before)
+            return out
 
-    ModelAdapter._call = counted  # type: ignore[method-assign]
+        return run
+
+    for name, way in ways.items():
+        setattr(ModelAdapter, name, counted(way))
     try:
         with Trace(context=context) as trace:
             decoder._loop.rounds.run(shape)
     finally:
-        ModelAdapter._call = call  # type: ignore[method-assign]
+        for name, way in ways.items():
+            setattr(ModelAdapter, name, way)
     around = ("accept_reject", "sample", "verify_head", "sample_head", "ngram_propose")
     own = sum(trace.by_op[f"specdec.{op}"].launches for op in around)
     return {

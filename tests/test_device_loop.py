@@ -140,15 +140,18 @@ def test_who_writes_logits(drafter, name):
 def test_launches_of_a_round(kind, monkeypatch):
     """K + 1 passes of models, one launch of each op that is needed, and below 90 others; 70 more for the controller."""
     passes = []
-    call = ModelAdapter._call
 
-    def counted(*args, **options):
+    def counted(scored, *args, **options):
         before = trace.launches
-        out = call(*args, **options)
+        out = scored(*args, **options)
         passes.append(trace.launches - before)
         return out
 
-    monkeypatch.setattr(ModelAdapter, "_call", counted)
+    for name in ("forward", "hidden"):
+        scored = getattr(ModelAdapter, name)
+        monkeypatch.setattr(
+            ModelAdapter, name, lambda *args, _scored=scored, **options: counted(_scored, *args, **options)
+        )
     for adaptive in (False, True):
         for name in DRAFTERS:
             with Trace(context=100) as trace:  # for the steps before as well

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, nothing
+from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Drawn, Round, SessionOptions, nothing
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -154,34 +154,25 @@ class _Session(DraftSession):
         scored = score(new, self._cache, table, start, fed, last_only=True)[:, 0]
         seen.copy_(torch.where(going, start + fed, seen))
 
-        tokens: list[torch.Tensor] = []
-        all_logits: list[torch.Tensor] = []
-        all_lse: list[torch.Tensor] = []
-        lens, drafting, failed = torch.zeros_like(limits), going, torch.zeros_like(going)
+        # Of draft j + 1: who is fed draft j, and behind how many tokens.
+        next_fed = (limits > torch.arange(1, k, dtype=torch.int32, device=limits.device)[:, None]).int()
+        context = seen + next_fed.cumsum(0, dtype=torch.int32) - next_fed
+        drawn = []
         for j in range(k):
             if head is None or round_.draw_from is None:
-                drawn, lse, drawn_from = round_.draw(scored[:, : self._vocab_size], j)
+                drawn.append(round_.draw(scored[:, : self._vocab_size], j))
             else:
-                drawn, lse, drawn_from = round_.draw_from(head, scored, j)
-            drafting = drafting & (j < limits)
-            failed = failed | (drafting & (lse.isnan() | (lse == float("inf"))))
-            drafting = drafting & lse.isfinite()  # -inf: its own vocabulary, or a rule, leaves nothing to draft
-            lens += drafting
-            tokens.append(drawn)
-            if drawn_from is not None:
-                all_logits.append(drawn_from)
-            all_lse.append(lse)
+                drawn.append(round_.draw_from(head, scored, j))
             if j + 1 < k:
-                going = (limits > j + 1).int()
-                scored = score(drawn[:, None], self._cache, table, seen, going)[:, 0]
-                seen += going
-        drafts = Drafts(torch.stack(tokens, 1), lens, failed=failed)
+                scored = score(drawn[j].tokens[:, None], self._cache, table, context[j], next_fed[j])[:, 0]
+        seen += next_fed.sum(0, dtype=torch.int32)
+
+        drafts = _drafts(drawn, torch.cat((going[None], next_fed.bool())))
         if round_.needs_logits:
             # Columns that the draft model lacks have probability zero.
-            missing_columns = self._vocab_size - all_logits[0].shape[-1]
-            q = torch.stack(all_logits, 1)
-            drafts.logits = torch.nn.functional.pad(q, (0, missing_columns), value=float("-inf"))
-            drafts.lse = torch.stack(all_lse, 1)
+            q = torch.stack([draft.logits for draft in drawn if draft.logits is not None], 1)
+            drafts.logits = torch.nn.functional.pad(q, (0, self._vocab_size - q.shape[-1]), value=float("-inf"))
+            drafts.lse = torch.stack([draft.lse for draft in drawn], 1)
         return drafts
 
     def _head(self) -> Head | None:
@@ -203,3 +194,14 @@ class _Session(DraftSession):
 
     def _columns(self) -> int:
         return self._cache.block_table.shape[1] if self._one_width else self._cache.columns(max(self._reserved))
+
+
+def _drafts(drawn: Sequence[Drawn], asked: torch.Tensor) -> Drafts:
+    """What was drawn, up to where it is none; asked: bool ``[K,n]``, who was to get a draft of each number."""
+    lse = torch.stack([draft.lse for draft in drawn])
+    # -inf: its own vocabulary, or a rule, leaves nothing to draft. NaN and +inf: it has failed.
+    drafting = (asked & lse.isfinite()).int().cumprod(0, dtype=torch.int32)
+    before = torch.cat((asked[:1], drafting[:-1].bool()))
+    failed = (before & asked & (lse.isnan() | (lse == float("inf")))).any(0)
+    tokens = torch.stack([draft.tokens for draft in drawn], 1)
+    return Drafts(tokens, drafting.sum(0, dtype=torch.int32), failed=failed)
