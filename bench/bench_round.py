@@ -2,7 +2,9 @@
 
     python -m bench.bench_round                                    # whole rounds: Llama-3.1-8B, Qwen3-8B, Gemma-3-12B, SmolLM2 shapes
     python -m bench.bench_round --layers                           # one layer of a verify pass, and what is beside the layers
-    python -m bench.bench_round --models smollm2-135m --batch 1 --out bench/results/round.jsonl
+    python -m bench.bench_round --models smollm2-135m --batch 1
+    python -m bench.bench_round --out bench/results/round.jsonl && python -m bench.bench_round --layers --out bench/results/layers.jsonl
+    python -m bench.bench_round --readme README.md                 # the table, from those two files
 
 Before: the module as transformers wrote it, with our attention over the pages, logits written and then judged. After: rewritten by
 ``optimize()``, judged in the head's epilogue. The round is the one that a CUDA graph captures: drafting, one pass of the target over
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.common import RESULTS, provenance, write_rows
+from bench.common import RESULTS, fill_in, provenance, read_rows, write_rows
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, optimize
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.engine.shapes import Shape
@@ -115,6 +117,7 @@ def count(decoder: SpeculativeDecoder, shape: Shape, context: int) -> dict[str, 
         "launches": trace.launches,
         "passes": len(passes),
         "launches_in_passes": sum(passes),
+        "launches_of_target": passes[-1],
         "launches_of_ops": own,
         "launches_rest": trace.launches - sum(passes) - own,
         "bytes": trace.bytes,
@@ -241,6 +244,36 @@ def layer_table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def readme_table(layer_rows: list[dict[str, Any]], round_rows: list[dict[str, Any]]) -> str:
+    """Both, for greedy rounds of drafts by a model of one layer."""
+    lines = [
+        "| model | a layer: before | after | beside the layers | after | a round: before | after | in the target's pass | MB of the round | after |",
+        "| --- " + "| ---: " * 9 + "|",
+    ]
+    for name in MODELS:
+        layer = [next(r for r in layer_rows if (r["model"], r["form"]) == (name, form)) for form in FORMS]
+        whole = [
+            next(
+                r
+                for r in round_rows
+                if (r["model"], r["form"], r["draft"], r["method"], r["adaptive"])
+                == (name, form, "model", "greedy", False)
+            )
+            for form in FORMS
+        ]
+        cells = [name, *(r["launches_of_layer"] for r in layer), *(r["launches_beside_layers"] for r in layer)]
+        cells += [*(r["launches"] for r in whole), whole[1]["launches_of_target"]]
+        cells += [round(r["bytes"] / 1e6) for r in whole]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    row = round_rows[0]
+    caption = (
+        f"Kernel launches of a verify pass over {row['batch_size']} requests with {layer_rows[0]['k']} drafts each and {row['context']} tokens"
+        " of context, and of a greedy round with a draft model of one layer; bfloat16, counted on the meta device, not run. A PyTorch"
+        " operation counts as one launch, allocations and views as none."
+    )
+    return "\n".join(lines) + f"\n\n{caption}"
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -249,7 +282,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=1000, help="tokens of each request")
     parser.add_argument("-k", type=int, default=4)
     parser.add_argument("--out", type=Path, help=f"rows as JSON lines, such as {RESULTS.name}/round.jsonl")
+    parser.add_argument("--readme", type=Path, help="write the table of the rows in results/ into this file, and stop")
     args = parser.parse_args(argv)
+    if args.readme:
+        text = readme_table(read_rows(RESULTS / "layers.jsonl"), read_rows(RESULTS / "round.jsonl"))
+        fill_in(args.readme, "launches table", text)
+        return
     found = layers(args) if args.layers else rounds(args)
     print(layer_table(found) if args.layers else round_table(found))
     if args.out:
