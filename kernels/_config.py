@@ -231,7 +231,9 @@ def linear_config(n: int, k: int, dtype: torch.dtype, chip: Chip) -> LinearConfi
     splits = max(min(chip.num_sms // -(-n // block_n), k * dtype.itemsize // _SPLIT_BYTES, _MOST_SPLITS), 1)
     # A narrow tile asks for less at a time, so it asks further ahead.
     stages = min(1 + 3 * max(64 // block_n, 1), _MOST_STAGES) if chip.backend == "cuda" else 2
-    config = LinearConfig(block_m, block_n, block_k, splits, 4, stages)
+    # Four of AMD's warps have more lanes than the narrowest tile has 128 bits.
+    warps = 2 if chip.backend == "hip" and block_n == 16 and not full else 4
+    config = LinearConfig(block_m, block_n, block_k, splits, warps, stages)
     # Two programs on each SM: one reads while the other begins or ends.
     while config.num_stages > 2 and linear_shared_memory(config, dtype, chip) > chip.shared_memory_per_sm // 2 - _KIB:
         config = config._replace(num_stages=config.num_stages - 1)
@@ -272,14 +274,18 @@ def mean_config(d: int, chip: Chip) -> MeanConfig:
 
 def norm_config(h: int, chip: Chip) -> MeanConfig:
     """For rows of H: whole ones in the registers of a program, up to 8192."""
-    block_h = min(_power_of_two(h), 8192)
-    warps = 1 if block_h <= 512 else 4 if block_h <= 2048 else block_h // 512
-    return MeanConfig(64 if chip is INTERPRETER else 1, block_h, warps)
+    return _lanes(min(_power_of_two(h), 8192), chip)
 
 
 def activation_config(columns: int, chip: Chip) -> MeanConfig:
     """For rows of I outputs."""
-    return MeanConfig(64 if chip is INTERPRETER else 1, min(_power_of_two(columns), 1024), 4)
+    return _lanes(min(_power_of_two(columns), 1024), chip)
+
+
+def _lanes(block: int, chip: Chip) -> MeanConfig:
+    """Eight elements a lane: 128 bits in half precision."""
+    warps = min(max(block // (8 * chip.warp_size), 1), 16)
+    return MeanConfig(64 if chip is INTERPRETER else 1, block, warps)
 
 
 def rope_config(heads: int, dim: int, rotary: int, chip: Chip) -> RopeConfig:

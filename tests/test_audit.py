@@ -137,7 +137,23 @@ def test_traffic_of_products_by_hand():
     split = skinny_linear(3, 5, 10, 2, tiles._replace(splits=3), bias=True)
     assert split.moved == 2 * x + 2 * weight + out + 3 * bias + 2 * 3 * (3 * 5 * 4)
     assert linear_flops(3, 5, 10) == 300
+    added = skinny_linear(3, 5, 10, 2, tiles, bias=False, residual=True)
+    assert added == (2 * x + 2 * weight + 2 * out, floor + out)
     assert row_mean(3, 10, 2) == (66, 66)
+
+
+def test_traffic_of_layers_by_hand():
+    """3 rows of K = 10 in row tiles of 2; I = 5 outputs from column tiles of 4, which are 2 gates and 2 ups; bf16."""
+    x, weight, out, bias = 3 * 10 * 2, 2 * 5 * 10 * 2, 3 * 5 * 2, 2 * 5 * 2
+    tiles = LinearTiles(block_m=2, block_n=4, splits=7)
+    floor = x + weight + out
+    assert traffic.gated_linear(3, 5, 10, 2, tiles, bias=False) == (3 * x + 2 * weight + out, floor)
+    assert traffic.gated_linear(3, 5, 10, 2, tiles, bias=True) == (3 * x + 2 * weight + out + 2 * bias, floor + bias)
+    assert traffic.gated_mlp_activation(3, 5, 2) == (3 * out, 3 * out)
+    row, weight = 3 * 10 * 2, 10 * 4
+    for sums, whole, long in (({}, 2, 3), ({"residual": True}, 4, 6), ({"residual": True, "after": True}, 3, 4)):
+        assert traffic.rms_norm(3, 10, 2, 4, block=16, **sums) == (whole * row + 3 * weight, whole * row + weight)
+        assert traffic.rms_norm(3, 10, 2, 4, block=8, **sums) == (long * row + 3 * weight, whole * row + weight)
 
 
 @pytest.mark.parametrize(
@@ -283,8 +299,13 @@ class TestRecording:
             "gpt2 qkv bf16 bias transposed",
             "gpt2 head bf16",
             "D = 576 bf16",
+            "llama3-8b down bf16 residual",
+            "gemma3-4b gelu_tanh bf16",
+            "H = 4096 bf16, sum before",
+            "heads, D = 128 bf16",
+            "I = 1536 silu bf16",
         )
-        chosen = [case for case in cases() if case.op in ("skinny_linear", "row_mean") and case.name in names]
+        chosen = [case for case in cases() if case.name in names]
         assert len(chosen) == len(names)
         for chip, case in itertools.product((CHIPS["sm_90"], CHIPS["gfx942"]), chosen):
             recorded = record_case(chip, case)

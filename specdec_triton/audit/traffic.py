@@ -157,16 +157,18 @@ def _filtering(vocab: int, itemsize: int, filters: bool, typical: bool) -> int:
 
 
 class LinearTiles(NamedTuple):
-    """Of ``skinny_linear``: rows and columns of a tile, and parts of K."""
+    """Of ``skinny_linear`` and ``gated_linear``: rows and columns of a tile, and parts of K."""
 
     block_m: int
     block_n: int
     splits: int
 
 
-def skinny_linear(rows: int, n: int, k: int, itemsize: int, tiles: LinearTiles, *, bias: bool) -> Traffic:
+def skinny_linear(
+    rows: int, n: int, k: int, itemsize: int, tiles: LinearTiles, *, bias: bool, residual: bool = False
+) -> Traffic:
     """The weight once for each row tile, the rows once for each column tile; with splits their fp32 sums, written and read."""
-    x, weight, out = rows * k * itemsize, n * k * itemsize, rows * n * itemsize
+    x, weight, out = rows * k * itemsize, n * k * itemsize, (1 + residual) * rows * n * itemsize
     row_tiles, column_tiles = -(-rows // tiles.block_m), -(-n // tiles.block_n)
     whole = tiles.splits == 1
     partial = 0 if whole else 2 * tiles.splits * rows * n * FP32
@@ -175,6 +177,36 @@ def skinny_linear(rows: int, n: int, k: int, itemsize: int, tiles: LinearTiles, 
         moved=row_tiles * weight + column_tiles * x + partial + (row_tiles if whole else rows) * biases + out,
         floor=x + weight + biases + out,
     )
+
+
+def gated_linear(rows: int, outputs: int, k: int, itemsize: int, tiles: LinearTiles, *, bias: bool) -> Traffic:
+    """A product of 2I columns without splits, of which I are written."""
+    whole = skinny_linear(rows, 2 * outputs, k, itemsize, tiles._replace(splits=1), bias=bias)
+    kept = rows * outputs * itemsize
+    return Traffic(whole.moved - kept, whole.floor - kept)
+
+
+def gated_mlp_activation(rows: int, outputs: int, itemsize: int) -> Traffic:
+    """Both halves, and what becomes of them: the floor."""
+    return Traffic(*[3 * rows * outputs * itemsize] * 2)
+
+
+def rms_norm(
+    rows: int,
+    width: int,
+    itemsize: int,
+    weight_itemsize: int,
+    *,
+    block: int,
+    residual: bool = False,
+    after: bool = False,
+) -> Traffic:
+    """Every element once, or twice where a row is longer than a program's ``block``; the weight once for each row instead of once.
+    A residual is read, and what it is added to before the norm is written."""
+    read, written = 1 + residual, 1 + (residual and not after)
+    row, weight = rows * width * itemsize, width * weight_itemsize
+    again = read - (residual and after) if width > block else 0
+    return Traffic(moved=(read + again + written) * row + rows * weight, floor=(read + written) * row + weight)
 
 
 def linear_flops(rows: int, n: int, k: int) -> int:

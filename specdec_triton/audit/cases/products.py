@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from specdec_triton.kernels._config import Chip
 
 # Rows of a product are B * T.
-_PASSES = (Size(8, 5, 0), Size(1, 1, 0), Size(1, 5, 0), Size(1, 8, 0), Size(3, 1, 0), Size(64, 8, 0), Size(4, 600, 0))
+PASSES = (Size(8, 5, 0), Size(1, 1, 0), Size(1, 5, 0), Size(1, 8, 0), Size(3, 1, 0), Size(64, 8, 0), Size(4, 600, 0))
+ROWS = PASSES[0].batch * PASSES[0].steps  # whose traffic is shown
 
 
 def cases() -> list[Case]:
@@ -27,29 +28,69 @@ def cases() -> list[Case]:
         *(_linear("qwen3-0.6b", layer, bf16, has_bias=True) for layer in ("q", "o")),
         *(_linear("gpt2", "qkv", dtype, has_bias=True, transposed=True) for dtype in (bf16, fp32)),
         *(_linear("gpt2", "head", dtype) for dtype in (bf16, fp16, fp32)),
+        *(_linear("llama3-8b", "down", dtype, has_residual=True) for dtype in (bf16, fp32)),
+        _linear("smollm2-135m", "down", bf16, has_residual=True),
+        _linear("qwen3-0.6b", "o", fp16, has_bias=True, has_residual=True),
+        *(_gated(model, bf16, "silu") for model in ("llama3-8b", "qwen3-0.6b", "smollm2-135m")),
+        *(_gated("gemma3-4b", dtype, "gelu_tanh") for dtype in (bf16, fp16, fp32)),
+        *(_gated("smollm2-135m", dtype, "gelu", has_bias=True) for dtype in (fp16, fp32)),
         *(_mean(width, bf16) for width in (128, 576, 4096)),
         *(_mean(width, fp32) for width in (128, 576, 4096, 14336)),
     ]
 
 
-def _linear(model: str, layer: str, dtype: torch.dtype, *, has_bias: bool = False, transposed: bool = False) -> Case:
+def _linear(
+    model: str,
+    layer: str,
+    dtype: torch.dtype,
+    *,
+    has_bias: bool = False,
+    has_residual: bool = False,
+    transposed: bool = False,
+) -> Case:
     n, k = LAYERS[model][layer]
 
     def call(size: Size) -> None:
-        x = meta(size.batch * size.steps, k, dtype=dtype)
+        rows = size.batch * size.steps
         weight = meta(k, n, dtype=dtype).t() if transposed else meta(n, k, dtype=dtype)
-        ops.skinny_linear(x, weight, meta(n, dtype=dtype) if has_bias else None, backend="triton")
+        bias, residual = (
+            meta(n, dtype=dtype) if has_bias else None,
+            meta(rows, n, dtype=dtype) if has_residual else None,
+        )
+        ops.skinny_linear(meta(rows, k, dtype=dtype), weight, bias, residual=residual, backend="triton")
 
     def moved(chip: Chip) -> Traffic:
-        from specdec_triton.kernels._config import linear_config
+        given = {"bias": has_bias, "residual": has_residual}
+        return traffic.skinny_linear(ROWS, n, k, dtype.itemsize, _tiles(n, k, dtype, chip), **given)
 
-        config = linear_config(n, k, dtype, chip)
-        tiles = traffic.LinearTiles(config.block_m, config.block_n, config.splits)
-        return traffic.skinny_linear(_PASSES[0].batch * _PASSES[0].steps, n, k, dtype.itemsize, tiles, bias=has_bias)
-
-    kind = name_of(dtype) + (" bias" if has_bias else "") + (" transposed" if transposed else "")
+    marks = {" bias": has_bias, " residual": has_residual, " transposed": transposed}
+    kind = name_of(dtype) + "".join(mark for mark, holds in marks.items() if holds)
     quick = model == "llama3-8b" and layer in ("kv", "gate") and dtype == torch.bfloat16
-    return Case("skinny_linear", f"{model} {layer} {kind}", call, moved, _PASSES, dtype != torch.float32, quick)
+    return Case("skinny_linear", f"{model} {layer} {kind}", call, moved, PASSES, dtype != torch.float32, quick)
+
+
+def _gated(model: str, dtype: torch.dtype, activation: str, *, has_bias: bool = False) -> Case:
+    outputs, k = LAYERS[model]["gate"]
+
+    def call(size: Size) -> None:
+        x, weight = meta(size.batch * size.steps, k, dtype=dtype), meta(2 * outputs, k, dtype=dtype)
+        bias = meta(2 * outputs, dtype=dtype) if has_bias else None
+        ops.gated_linear(x, weight, bias, activation=activation, backend="triton")
+
+    def moved(chip: Chip) -> Traffic:
+        tiles = _tiles(2 * outputs, k, dtype, chip)
+        return traffic.gated_linear(ROWS, outputs, k, dtype.itemsize, tiles, bias=has_bias)
+
+    quick = model == "llama3-8b"
+    name = f"{model} {activation} {name_of(dtype)}" + (" bias" if has_bias else "")
+    return Case("gated_linear", name, call, moved, PASSES, dtype != torch.float32, quick)
+
+
+def _tiles(n: int, k: int, dtype: torch.dtype, chip: Chip) -> traffic.LinearTiles:
+    from specdec_triton.kernels._config import linear_config
+
+    config = linear_config(n, k, dtype, chip)
+    return traffic.LinearTiles(config.block_m, config.block_n, config.splits)
 
 
 def _mean(width: int, dtype: torch.dtype) -> Case:
@@ -57,7 +98,7 @@ def _mean(width: int, dtype: torch.dtype) -> Case:
         ops.row_mean(meta(size.batch * size.steps, width, dtype=dtype), backend="triton")
 
     def moved(chip: Chip) -> Traffic:
-        return traffic.row_mean(_PASSES[0].batch * _PASSES[0].steps, width, dtype.itemsize)
+        return traffic.row_mean(ROWS, width, dtype.itemsize)
 
     quick = width == 4096 and dtype == torch.float32
-    return Case("row_mean", f"D = {width} {name_of(dtype)}", call, moved, _PASSES, quick=quick)
+    return Case("row_mean", f"D = {width} {name_of(dtype)}", call, moved, PASSES, quick=quick)
