@@ -15,7 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import EXACT, chip_of, dense, even_strides, on_device, rope_config
+from specdec_triton.kernels._config import (
+    EXACT,
+    at_most_registers,
+    chip_of,
+    dense,
+    even_strides,
+    on_device,
+    rope_config,
+)
 from specdec_triton.kernels._primitives import as_stored, head_tile, key_offset, narrow, widen
 
 _RUNTIME = [
@@ -254,7 +262,8 @@ def rope_append(
         block_table, context_lens, query_lens, k_scale, v_scale, q_norm, k_norm
     )
     rotary = 0 if cos is None else cos.shape[2]
-    config = rope_config(max(q_heads, kv_heads), dim, rotary, chip_of(q.device))
+    chip = chip_of(q.device)
+    config = rope_config(max(q_heads, kv_heads), dim, rotary, chip)
     (q, q_strides), (k, k_strides), (v, v_strides) = (even_strides(x, config.unit) for x in (q, k, v))
     cos_strides = sin_strides = (0, 0)
     if cos is not None and sin is not None:
@@ -306,6 +315,7 @@ def rope_append(
             UNIT=config.unit,
             TURN_UNIT=config.turn_unit,
             num_warps=config.num_warps,
+            **at_most_registers(128, chip),
             **EXACT,
         )
     return out

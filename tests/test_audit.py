@@ -18,10 +18,13 @@ from specdec_triton.audit.disassembly import Code, parse_amdgcn, parse_sass
 from specdec_triton.audit.traffic import (
     AttentionShape,
     LinearTiles,
+    RopeShape,
     accept_reject,
+    append_kv,
     apply_logit_rules,
     attention,
     linear_flops,
+    rope_append,
     row_mean,
     sample,
     skinny_linear,
@@ -154,6 +157,19 @@ def test_traffic_of_layers_by_hand():
     for sums, whole, long in (({}, 2, 3), ({"residual": True}, 4, 6), ({"residual": True, "after": True}, 3, 4)):
         assert traffic.rms_norm(3, 10, 2, 4, block=16, **sums) == (whole * row + 3 * weight, whole * row + weight)
         assert traffic.rms_norm(3, 10, 2, 4, block=8, **sums) == (long * row + 3 * weight, whole * row + weight)
+
+
+def test_traffic_of_appending_by_hand():
+    """2 requests of 3 tokens, 4 query and 2 KV heads of 8 lanes of which 6 are rotated; bf16, the cache fp8."""
+    tokens = 2 * 3
+    copied = 2 * tokens * 2 * 8 * (2 + 1)
+    assert append_kv(2, 3, 2, 8, 2, 1) == (copied, copied)
+    shape = RopeShape(batch=2, steps=3, heads=4, kv_heads=2, dim=8, rotary=6, itemsize=2, kv_itemsize=1)
+    queries, turns, weight = 2 * tokens * 4 * 8 * 2, 2 * tokens * 6 * 2, 8 * 2
+    assert rope_append(shape) == (queries + copied + 6 * turns, queries + copied + turns)
+    normed = rope_append(shape._replace(norms=True))
+    assert normed == (queries + copied + 6 * (turns + tokens * weight), queries + copied + turns + 2 * weight)
+    assert rope_append(shape._replace(rotary=0)) == (queries + copied,) * 2
 
 
 @pytest.mark.parametrize(
@@ -332,6 +348,42 @@ class TestRecording:
             assert {kernel: len(found) for kernel, found in recorded.kernels.items() if len(found) != 1} == {}
             wanted = "_repeated_kernel" if case.op == "apply_logit_rules" else "_cut_kernel"
             assert wanted in recorded.kernels
+
+    @pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 20), (17, 6)])
+    def test_one_binary_for_all_layouts_of_queries_and_keys(self, dim, rotary):
+        """Views of one product, contiguous, [B,H,T,D] in memory, padded rows, factors for all requests; any B and T."""
+        import torch
+
+        from specdec_triton import ops
+        from specdec_triton.audit.record import record
+        from specdec_triton.kernels._config import CHIPS
+
+        def meta(*shape, dtype=torch.bfloat16):
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        def call(layout, batch, count):
+            heads = (6, 2, 2)
+            if layout == "product":
+                given = meta(batch, count, sum(heads), dim).split(heads, 2)
+            elif layout == "transposed":
+                given = [meta(batch, n, count, dim).transpose(1, 2) for n in heads]
+            else:
+                given = [meta(batch, count, n, dim + 3 * (layout == "padded"))[..., :dim] for n in heads]
+            turns = [meta(1 if layout == "padded" else batch, count, rotary) for _ in range(2)]
+            caches, weight = [meta(50, 16, 2, dim) for _ in range(2)], meta(dim)
+            lens = [meta(batch, dtype=torch.int32) for _ in range(2)]
+            ops.rope_append(
+                *given, *turns, *caches, meta(batch, 9, dtype=torch.int32), *lens, q_norm=weight, k_norm=weight,
+                backend="triton",
+            )  # fmt: skip
+
+        for chip in (CHIPS["sm_90"], CHIPS["gfx942"]):
+            binaries = set()
+            for layout in ("product", "contiguous", "transposed", "padded"):
+                for batch, count in ((1, 1), (1, 16), (3, 5), (16, 7), (64, 16)):
+                    [binary] = record(chip, lambda a=(layout, batch, count): call(*a))
+                    binaries.add(binary.digest)
+            assert len(binaries) == 1
 
     def test_one_binary_can_fail(self):
         """A head size is part of the model: launches with two of them are two binaries, and the audit says so."""

@@ -24,6 +24,7 @@ from specdec_triton.kernels._config import (
     nearest_chip,
     norm_config,
     pretend,
+    rope_config,
 )
 
 DIMS = (16, 24, 64, 80, 96, 112, 128, 192, 256)
@@ -147,6 +148,22 @@ def test_linear_depends_on_the_layer_and_the_chip_alone():
     assert list(inspect.signature(mean_config).parameters) == ["d", "chip"]
     assert list(inspect.signature(norm_config).parameters) == ["h", "chip"]
     assert list(inspect.signature(activation_config).parameters) == ["columns", "chip"]
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.arch)
+def test_rope_covers_each_head(chip):
+    """Every lane is in a tile, a thread has no more than its registers hold, and strides are what a new tensor's are."""
+    for dim, heads in itertools.product(DIMS, (1, 3, 9, 32, 71)):
+        for rotary in (0, 2, dim // 4 * 2, dim):
+            config = rope_config(heads, dim, rotary, chip)
+            assert config.pairs >= rotary // 2
+            assert config.rest >= dim - rotary
+            assert (config.pairs == 0, config.rest == 0) == (rotary == 0, rotary == dim)
+            assert power_of_two(config.heads)
+            assert config.heads * (2 * config.pairs + config.rest) <= 96 * chip.warp_size * config.num_warps
+            assert dim % config.unit == 0
+            assert rotary % config.turn_unit == 0
+    assert list(inspect.signature(rope_config).parameters) == ["heads", "dim", "rotary", "chip"]
 
 
 def test_fp8_mode():

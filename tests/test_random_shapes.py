@@ -1,4 +1,4 @@
-"""Any shape: the paged ops, the n-gram search and the rules of logits on problems that nobody chose."""
+"""Any shape: the paged ops, rotation, the n-gram search and the rules of logits on problems that nobody chose."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from rules_oracle import ruled
 from test_ngram_propose import search
+from test_rope_append import assert_right, whole_problem
 
 from specdec_triton import SamplingParams, ops
 from specdec_triton.interpreter import counted
@@ -137,6 +138,35 @@ def test_append_kv(backend):
             ops.append_kv(*args, k_scale=scales[0], v_scale=scales[1], backend=backend)
         for cache, right in zip(caches, want, strict=True):
             assert torch.equal(cache.view(torch.uint8), right.view(torch.uint8))
+
+    check()
+
+
+@st.composite
+def rope_problems(draw):
+    """Arguments of ``whole_problem``, its options."""
+    batch, count, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    contexts = draw(st.lists(st.integers(0, 60), min_size=batch, max_size=batch))
+    lens = draw(maybe(st.lists(st.integers(0, count), min_size=batch, max_size=batch)))
+    dim = draw(st.integers(16, 256))
+    rotary = 2 * draw(st.integers(0, dim // 2))
+    shape = (kv_heads * draw(st.integers(1, 9)), kv_heads, dim, rotary)
+    norms, dtype = draw(st.sampled_from(["", "q", "k", "qk"])), draw(DTYPES | st.just(FP8))
+    pages = (draw(st.integers(1, 40)), contexts, count, lens)
+    return (pages, *shape, norms, dtype), {"interleaved": draw(st.booleans()), "add_one": draw(st.booleans())}
+
+
+def test_rope_append(backend):
+    """Error of q and of the stored keys against fp64 at most twice PyTorch's; every other byte of the caches."""
+
+    @examples(backend)
+    @given(rope_problems())
+    def check(problem):
+        args, options = whole_problem(*problem[0], **problem[1])
+        given = [None if x is None else x.clone() for x in args]
+        with watched(backend):
+            out = ops.rope_append(*given, **options, backend=backend)
+        assert_right(out, args, options, given[5:7])
 
     check()
 

@@ -26,19 +26,19 @@ CASES = {
     "whole": ((16, [14, 3], 4, [4, 1]), 8, 4, 128, 128, ""),
     "whole-normed": ((16, [14, 3], 4, [4, 1]), 8, 4, 128, 128, "qk"),
     "one-row": ((16, [0], 1, None), 4, 4, 64, 64, "qk"),
-    "partial": ((7, [5, 6, 7], 4, [4, 0, 3]), 3, 3, 80, 32, ""),
-    "partial-normed": ((7, [5, 6, 7], 4, [4, 0, 3]), 3, 3, 80, 32, "qk"),
+    "partial": ((7, [5, 6, 7], 3, [3, 0, 2]), 3, 3, 80, 32, ""),
+    "partial-normed": ((7, [5, 6, 7], 3, [3, 0, 2]), 3, 3, 80, 32, "qk"),
     "partial-20-of-80": ((1, [2], 3, None), 14, 2, 80, 20, "q"),
     "head-96": ((48, [47, 0], 2, None), 35, 5, 96, 96, "k"),
     "head-256-normed": ((5, [4], 2, None), 8, 4, 256, 256, "qk"),
     "head-256-partial": ((5, [4], 2, None), 4, 1, 256, 64, ""),
     "odd-head": ((16, [3], 2, None), 3, 1, 17, 6, "qk"),
     "one-pair": ((16, [0], 1, None), 1, 1, 16, 2, ""),
-    "group-71": ((16, [3], 2, None), 71, 1, 64, 64, ""),
+    "group-71": ((16, [3], 1, None), 71, 1, 64, 64, ""),
     "all-idle": ((7, [3, 9], 3, [0, 0]), 4, 2, 16, 16, "qk"),
     "T-0": ((16, [4, 2], 0, None), 4, 2, 16, 16, "qk"),
-    "no-rotation": ((7, [0, 6, 13, 20], 5, [5, 0, 1, 3]), 6, 2, 64, 0, ""),
-    "no-rotation-normed": ((7, [0, 6, 13, 20], 5, [5, 0, 1, 3]), 6, 2, 64, 0, "qk"),
+    "no-rotation": ((7, [0, 6, 13], 3, [3, 0, 1]), 6, 2, 64, 0, ""),
+    "no-rotation-normed": ((7, [0, 6, 13], 3, [3, 0, 1]), 6, 2, 64, 0, "qk"),
 }
 
 
@@ -54,8 +54,9 @@ def factors(x, rotary, dtype, batch=None, seed=1):
 def whole_problem(pages, q_heads, kv_heads, dim, rotary, norms, dtype, *, interleaved=False, add_one=False):
     """The positional arguments, the options."""
     k, v, caches, table, context, lens, scales = problem(*pages, (kv_heads, dim), dtype)
-    q = torch.randn(*k.shape[:2], q_heads, dim).to(k.dtype)
-    weights = {f"{x}_norm": (0.3 * torch.randn(dim) + (not add_one)).to(k.dtype) for x in norms}
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(*k.shape[:2], q_heads, dim, generator=generator).to(k.dtype)
+    weights = {f"{x}_norm": (0.3 * torch.randn(dim, generator=generator) + (not add_one)).to(k.dtype) for x in norms}
     args = (q, k, v, *factors(k, rotary, k.dtype), *caches, table, context, lens)
     return args, {**scales, **weights, "interleaved": interleaved, "add_one": add_one, "eps": 1e-5}
 
@@ -165,14 +166,12 @@ def test_without_norms_and_rotation_it_copies(backend):
     assert all(map(same_bytes, caches, want))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-@pytest.mark.parametrize(
-    "name", ["whole-normed", "partial-normed", "partial-20-of-80", "odd-head", "no-rotation-normed"]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["whole-normed", "partial-20-of-80", "odd-head", "no-rotation-normed"])
 def test_bits_do_not_depend_on_the_layout_or_the_other_rows(name, dtype, backend):
     """Contiguous, views of one product's output, [B,H,T,D] in memory; one request of the batch; one position at a time."""
-    pages, q_heads, kv_heads, dim, *rest = CASES[name]
-    args, options = whole_problem(pages, q_heads, kv_heads, dim, *rest, dtype)
+    q_heads, kv_heads, dim, *rest = CASES[name][1:]
+    args, options = whole_problem((16, [14, 3], 2, None), q_heads, kv_heads, dim, *rest, dtype)
     q, k, v, cos, sin, *caches, table, context, _ = args
     batch, count = q.shape[:2]
     table = torch.arange(batch * 9).view(batch, 9)  # room for T tokens each, in the same pages in every layout
@@ -240,7 +239,7 @@ def test_page_beyond_2_to_the_31_elements(backend):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_factors_of_any_layout_and_dtype(dtype, backend):
     """One row for all requests, [1,T,R], is that row repeated; cut from a wider tensor it is the same too."""
-    args, options = whole_problem(*CASES["partial-normed"], torch.bfloat16)
+    args, options = whole_problem((7, [6, 2], 2, [2, 1]), 6, 2, 48, 0, "qk", torch.bfloat16)
     q, k, v, _, _, *caches, table, context, lens = args
     cos, sin = factors(k, 16, dtype, batch=1)
     whole = (cos.repeat(len(k), 1, 1), sin.repeat(len(k), 1, 1))
