@@ -81,6 +81,9 @@ ngram_propose 8 15
 skinny_linear 15 25
 row_mean 5 10
 apply_logit_rules 12 20
+rms_norm 5 12
+gated_mlp_activation 5 12
+gated_linear 10 20
 BENCHES
 
 if [ ${#failed[@]} -eq 0 ]; then

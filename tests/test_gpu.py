@@ -499,21 +499,91 @@ def layer(rows: int, n: int, k: int, has_bias: bool, transposed: bool, dtype: to
     return x, weight.t().contiguous().t() if transposed else weight, bias if has_bias else None
 
 
-def check_linear(shape: tuple, dtype: torch.dtype) -> None:
-    """At most twice as far from fp64 as PyTorch on the CPU; each row's bits are those of the row alone, wherever it was."""
-    x, weight, bias = layer(*shape, dtype)
-    out = call(ops.skinny_linear, x, weight, bias)
-    plain, truth = (
-        torch.nn.functional.linear(*(None if t is None else t.cpu().to(wide) for t in (x, weight, bias)))
-        for wide in (dtype, torch.float64)
-    )
-    allowed = 2 * float((plain.double() - truth).abs().max())
-    assert float((out.cpu().double() - truth).abs().max()) <= allowed
-    for first, last in ((0, 1), (len(x) - 1, len(x)), (1, 3), (0, len(x) // 2 + 1)):
-        assert torch.equal(call(ops.skinny_linear, x[first:last], weight, bias), out[first:last]), (first, last)
+def check_rows_alone(op: Callable, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """What ``op`` gives for the rows of the inputs; each row's bits are those of the row alone, wherever it was."""
+
+    def rows_of(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        with no_host_reads(), poisoned_outputs():
+            out = op(*given)
+        return out if isinstance(out, tuple) else (out,)
+
+    whole, count = rows_of(inputs), len(inputs[0])
+    for first, last in ((0, 1), (count - 1, count), (1, 3), (0, count // 2 + 1)):
+        part = rows_of(tuple(x[first:last] for x in inputs))
+        assert all(torch.equal(a, b[first:last]) for a, b in zip(part, whole, strict=True)), (first, last)
     for copies in (8, 70):
-        many = call(ops.skinny_linear, x.repeat(copies, 1).flip(0), weight, bias)
-        assert torch.equal(many[-len(x) :].flip(0), out), copies
+        many = rows_of(tuple(x.repeat(copies, *[1] * (x.dim() - 1)).flip(0) for x in inputs))
+        assert all(torch.equal(a[-count:].flip(0), b) for a, b in zip(many, whole, strict=True)), copies
+    return whole
+
+
+def assert_near(out: torch.Tensor, plain: Callable, *given: torch.Tensor | None, floor: float = 0.0) -> None:
+    """At most twice as far from fp64 as ``plain`` in the inputs' dtypes, on the CPU."""
+    cpu = [None if x is None else x.cpu() for x in given]
+    truth = plain(*(None if x is None else x.double() for x in cpu))
+    allowed = max(2 * float((plain(*cpu).double() - truth).abs().max()), floor)
+    assert float((out.cpu().double() - truth).abs().max()) <= allowed
+
+
+def check_linear(shape: tuple, dtype: torch.dtype) -> None:
+    """With and without a residual."""
+    x, weight, bias = layer(*shape, dtype)
+    linear = torch.nn.functional.linear
+    [out] = check_rows_alone(lambda x: ops.skinny_linear(x, weight, bias, backend="triton"), (x,))
+    assert_near(out, linear, x, weight, bias)
+    residual = on_gpu(torch.randn(out.shape).to(dtype) * shape[2] ** 0.5)
+    [out] = check_rows_alone(
+        lambda x, r: ops.skinny_linear(x, weight, bias, residual=r, backend="triton"), (x, residual)
+    )
+    assert_near(out, lambda x, w, b, r: linear(x, w, b) + r, x, weight, bias, residual)
+
+
+def act(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "silu":
+        return torch.nn.functional.silu(gate)
+    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def check_gated(shape: tuple, activation: str, dtype: torch.dtype) -> None:
+    """In one launch the bits of product, then activation, as on every chip where ``skinny_linear`` does not split K."""
+    rows, outputs, k, has_bias = shape
+    x, weight, bias = layer(rows, 2 * outputs, k, has_bias, False, dtype)
+    weight = (weight / k**0.5).to(dtype)
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        gate, up = torch.nn.functional.linear(x, weight, bias).chunk(2, -1)
+        return act(gate, activation) * up
+
+    given = {"activation": activation, "backend": "triton"}
+    [out] = check_rows_alone(lambda x: ops.gated_linear(x, weight, bias, **given), (x,))
+    assert_near(out, plain, x, weight, bias)
+    gate_up = ops.skinny_linear(x, weight, bias, backend="triton")
+    [two] = check_rows_alone(lambda y: ops.gated_mlp_activation(y, **given), (gate_up,))
+    assert torch.equal(out, two)
+
+
+def check_norm(width: int, weight_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """Alone, with a sum before it and after it; as heads of a packed product."""
+    weight = on_gpu((1 + torch.randn(width) / 4).to(weight_dtype))
+    x, residual = (on_gpu(torch.randn(40, width).to(dtype)) for _ in range(2))
+
+    def plain(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+    def norm(x: torch.Tensor, r: torch.Tensor | None = None, after: bool = False) -> Any:
+        return ops.rms_norm(x, weight, residual=r, residual_after=after, backend="triton")
+
+    floor = 1e-6 if dtype == torch.float32 else 0.0
+    [out] = check_rows_alone(norm, (x,))
+    assert_near(out, plain, x, weight, floor=floor)
+    [summed] = check_rows_alone(lambda x, r: norm(x, r, True), (x, residual))
+    assert torch.equal(summed, residual + out)
+    normed, total = check_rows_alone(norm, (x, residual))
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, norm(total))
+    packed = on_gpu(torch.randn(6, 5, width).to(dtype))
+    heads = call(ops.rms_norm, packed[:, 1:4], weight)
+    assert torch.equal(heads, norm(packed[:, 1:4].reshape(-1, width)).view(heads.shape))
 
 
 def check_mean(width: int, dtype: torch.dtype) -> None:
@@ -529,6 +599,17 @@ def check_mean(width: int, dtype: torch.dtype) -> None:
 for _dtype, _type in DTYPES.items():
     for _name, _shape in LINEAR.items():
         CHECKS[f"linear-{_dtype}-{_name}"] = lambda a=(_shape, _type): check_linear(*a)
+    for _name, _shape in {
+        "odd": (5, 49, 33, True),
+        "wide": (5, 14336, 512, False),
+        "rows": (70, 1536, 576, True),
+    }.items():
+        for _activation in ("silu", "gelu_tanh", "gelu"):
+            CHECKS[f"gated-{_dtype}-{_name}-{_activation}"] = lambda a=(_shape, _activation, _type): check_gated(*a)
+    for _width in (1, 97, 128, 4096, 9000):
+        for _weight in {_type, torch.float32}:
+            _name = f"norm-{_dtype}-{_width}" + ("" if _weight == _type else "-fp32-weight")
+            CHECKS[_name] = lambda a=(_width, _weight, _type): check_norm(*a)
     for _width in (5, 128, 576, 5000):
         CHECKS[f"mean-{_dtype}-{_width}"] = lambda a=(_width, _type): check_mean(*a)
 
