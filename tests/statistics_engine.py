@@ -21,6 +21,7 @@ from specdec_triton.drafters.draft_model import _Session as DraftModelSession
 from specdec_triton.engine.loop import Loop
 from specdec_triton.engine.round import COLUMNS
 from specdec_triton.engine.shapes import Shape
+from specdec_triton.head import Head
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.logit_rules import bias_of
 from specdec_triton.ops import PAD
@@ -89,6 +90,11 @@ class TableModel(ModelAdapter):
         self.max_len = None
         self.stop_ids = frozenset()
         self.fixed_shapes = fixed_shapes
+        self.head = None
+        if fixed_shapes and bool(table.rows.isfinite().all()):  # 0 times -inf would be NaN
+            linear = torch.nn.Linear(*table.rows.shape, bias=False, dtype=self.dtype)
+            linear.weight = torch.nn.Parameter(table.rows.t().contiguous())
+            self.head = Head(linear, linear, linear, None, None, table.vocab)
 
     def check_ready(self) -> None: ...
 
@@ -103,6 +109,17 @@ class TableModel(ModelAdapter):
         self, tokens, cache, block_table, context_lens, query_lens=None, *, rows=None, last_only=False, packed=False
     ):
         """As :meth:`ModelAdapter.forward`; logits that nobody may read are NaN."""
+        row, given = self._rows(tokens, context_lens, query_lens, last_only)
+        return self.table.rows[row[given]] if packed else self.table.rows[row].masked_fill(~given[..., None], NAN)
+
+    def hidden(self, tokens, cache, block_table, context_lens, query_lens=None, *, exact=False, last_only=False):
+        """As :meth:`ModelAdapter.hidden`: a one for the table's row; NaN that nobody may read."""
+        row, given = self._rows(tokens, context_lens, query_lens, last_only)
+        ones = torch.nn.functional.one_hot(row, len(self.table.rows)).to(self.dtype)
+        return ones.masked_fill(~given[..., None], NAN)
+
+    def _rows(self, tokens, context_lens, query_lens, last_only):
+        """Of each new token its row of the table, int64 ``[B,T]`` (``[B,1]`` with ``last_only``), and whether it is one."""
         batch, count = tokens.shape
         counts = context_lens.new_full((batch,), count) if query_lens is None else query_lens
         step = torch.arange(count)
@@ -111,12 +128,10 @@ class TableModel(ModelAdapter):
         memory = self._memory[:batch]
         memory.scatter_(1, place, tokens)
         row = self.table.row_after(memory.gather(1, (place - 1).clamp(min=0)), tokens)
-        if packed:
-            return self.table.rows[row[given]]
         if last_only:
             last = (counts - 1).clamp(min=0).long()[:, None]
             row, given = row.gather(1, last), given.gather(1, last)
-        return self.table.rows[row].masked_fill(~given[..., None], NAN)
+        return row, given
 
 
 # Drafters.
