@@ -32,6 +32,7 @@ from specdec_triton import NoDraft
 from specdec_triton.engine.judge import Judge
 from specdec_triton.engine.round import Rounds
 from specdec_triton.engine.slots import Slots
+from specdec_triton.head import Head
 from specdec_triton.reference import accept_reject as judging
 from specdec_triton.reference import logits, noise
 from specdec_triton.testing import NAN
@@ -61,6 +62,8 @@ CHECKS: dict[str, Check] = {
     "rejection": of(cases.chain("rejection", 2)),
     "block": of(cases.chain("block", 2)),
     "coupled": of(COUPLED),
+    "unwritten": of(cases.chain("coupled", 2, device=True)),
+    "unwritten-certain": of(cases.adversary("certain", device=True)),
     "mixed": of(cases.mixed(device=False)),
     "filters": of(cases.grid("rejection", cases.GRID[2:6])),
     "temperature": of(cases.grid("rejection", cases.GRID[:24:8])),
@@ -125,12 +128,21 @@ NOISE = {
         "coupled", Edit(Rounds._drawing, "(params.after(j), None)", "(params, None)")
     ),
 }
+UNWRITTEN = {  # rounds on a device, whose logits are not written
+    "coupled-drafts-with-other-noise-unwritten": bug(
+        "unwritten", Edit(Rounds._drawing_unwritten, "(params.after(j), None)", "(params, None)")
+    ),
+    "drafts-judged-one-row-late": bug("unwritten", Edit(Head.verify, "(hidden,", "(hidden.roll(-1, 1),")),
+    "drafted-token-races-for-its-own-place": bug(
+        "unwritten-certain", Edit(JUDGE, "rejected & (residual.sum(-1) > 0)", "rejected & False")
+    ),
+}
 DISTRIBUTIONS = {
     "raw-q-with-filters": bug(
         "filters", Edit(JUDGE, DRAFT_ROWS, DRAFT_ROWS.replace("*params", "*params[:-1], False")), OF_ITSELF
     ),
     "q-of-another-draft": bug(
-        "rejection", Edit(DraftModelSession.propose, "stack(all_logits, 1)", "stack(all_logits[::-1], 1)")
+        "rejection", Edit(DraftModelSession.propose, "draft in drawn if", "draft in drawn[::-1] if")
     ),
     "temperature-not-in-q": bug("temperature", Edit(JUDGE, DRAFT_ROWS, "scaled = draft_logits.float()"), OF_ITSELF),
     "temperature-not-in-p": bug(
@@ -166,7 +178,7 @@ DECISIONS = {
         ),
     ),
     "q-0-accepted": bug("impossible", Edit(judging._rejection, " & (log_q_draft > NEG_INF)", "")),
-    "accepted-behind-a-rejection": bug("rejection", Edit(judging._prefix, ".cumprod(-1)", "")),
+    "accepted-behind-a-rejection": bug("rejection", Edit(judging.prefix, ".cumprod(-1)", "")),
     "greedy-rows-judged-by-chance": bug(
         "mixed", Edit(JUDGE, "torch.where(greedy, accepted, num_accepted)", "num_accepted")
     ),
@@ -203,7 +215,7 @@ PLACES = {
         ),
     ),
 }
-BUGS = {**NOISE, **DISTRIBUTIONS, **DECISIONS, **PLACES}
+BUGS = {**NOISE, **UNWRITTEN, **DISTRIBUTIONS, **DECISIONS, **PLACES}
 
 
 def edited(function: Callable, edits: Sequence[Edit]) -> CodeType:
