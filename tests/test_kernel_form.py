@@ -138,6 +138,38 @@ def test_prompts_leave_their_products_to_the_library():
     assert float((got - want).abs().max() / want.abs().max()) < 1e-5
 
 
+def test_joined_weights_are_not_saved(tmp_path):
+    model = optimize(toy("llama"), kernels=True)
+    for save in (model.state_dict, lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(RuntimeError, match="save it before optimize"):
+            save()
+
+
+def test_no_weight_is_kept_twice():
+    """faults.md: the joined weights take the place of the layers' own."""
+    model = toy("qwen3")
+    before = sum(p.numel() for p in model.parameters())
+    optimize(model, kernels=True)
+    assert sum(p.numel() for p in model.parameters()) == before
+
+
+@pytest.mark.parametrize("wrong", ["yes", 1])
+def test_kernels_is_a_bool(wrong):
+    with pytest.raises(ValueError, match="kernels must be a bool or None"):
+        optimize(toy("llama"), kernels=wrong)
+
+
+def test_hooks_are_called_in_rounds():
+    model = optimize(toy("llama"), kernels=True)
+    adapter, seen = ModelAdapter(model), []
+    before = paged_logits(adapter)
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: seen.append(0) or out * 0)
+    assert not torch.equal(paged_logits(adapter), before)
+    assert seen
+    hook.remove()
+    assert torch.equal(paged_logits(adapter), before)
+
+
 # In the interpreter.
 
 
