@@ -23,7 +23,7 @@ import triton.language as tl
 
 from specdec_triton.kernels._config import EXACT, at_most_registers, chip_of
 from specdec_triton.kernels._primitives import NEG_INF, STREAM_COUPLED, gumbel_of, inverse_of, scaled_logits
-from specdec_triton.kernels._splits import HIGHEST, SPLIT_V, is_skipped, merge_sums
+from specdec_triton.kernels._splits import HIGHEST, SPLIT_V, is_skipped, merge_sums, pick_best, two_sum
 
 GROUP = 32  # tokens that share a maximum
 _PEAKS = 8192  # group maxima of a row: one size up to V = 262,144
@@ -109,7 +109,7 @@ def _candidates_kernel(
     tl.store(stats_ptr + entry * 3, tl.where(part == 0, highest, NEG_INF), mask=part < splits)
     tl.store(stats_ptr + entry * 3 + 1, tl.where(part == 0, total, 0.0), mask=part < splits)
     tl.store(stats_ptr + entry * 3 + 2, 0.0, mask=part < splits)
-    tl.store(best_ptr + entry, NEG_INF, mask=part < splits)
+    tl.store(best_ptr + entry * 2, NEG_INF, mask=part < splits)
     # The group maxima stay in registers. Groups past the vocabulary are -inf: they weigh nothing once key is above that.
     row_groups = splits * (SPLIT // GROUP)
     group = tl.arange(0, BLOCK)
@@ -319,6 +319,7 @@ def _cut_kernel(
 
     total, moment = 0.0, 0.0
     best = tl.full([], NEG_INF, tl.float32)
+    best_low = tl.full([], NEG_INF, tl.float32)
     best_id = tl.full([], HIGHEST, tl.int32)
     for start in range(0, count, BLOCK_G):
         s, group, valid = _load_groups(
@@ -328,22 +329,26 @@ def _cut_kernel(
         e = tl.where(kept, tl.exp(s - highest), 0.0)
         total += tl.sum(e)
         moment += tl.sum(tl.where(e > 0, e * (s - highest), 0.0))
-        value = s - highest
+        value, rest = s, tl.zeros([BLOCK_G, GROUP], tl.float32)
         if STREAM >= 0:
             position = tl.load(position_ptr + b)
             if STREAM == STREAM_COUPLED:
                 position += row
             quad = group[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
-            value += gumbel_of(tl.load(seed_ptr + b), position, node, STREAM, quad)
-        value = tl.where(kept, value, NEG_INF)
+            value, rest = two_sum(s, gumbel_of(tl.load(seed_ptr + b), position, node, STREAM, quad))
+        value = tl.reshape(tl.where(kept, value, NEG_INF), [BLOCK_G * GROUP])
         token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        block_best = tl.max(value)  # candidates come in ascending order: of equal values the first stays
-        block_id = tl.min(tl.where(value == block_best, token, HIGHEST))
-        best_id = tl.where(block_best > best, block_id, best_id)
-        best = tl.maximum(best, block_best)
+        here, here_low, here_id = pick_best(
+            value, tl.reshape(rest, [BLOCK_G * GROUP]), tl.reshape(token, [BLOCK_G * GROUP])
+        )
+        # Candidates come in ascending order: of equal values the first stays.
+        wins = (here > best) | ((here == best) & (here_low > best_low))
+        best, best_low = tl.where(wins, here, best), tl.where(wins, here_low, best_low)
+        best_id = tl.where(wins, here_id, best_id)
     tl.store(stats_ptr + entry * 3 + 1, total)
     tl.store(stats_ptr + entry * 3 + 2, moment)
-    tl.store(best_ptr + entry, best)
+    tl.store(best_ptr + entry * 2, best)
+    tl.store(best_ptr + entry * 2 + 1, best_low)
     tl.store(best_id_ptr + entry, best_id)
 
 
@@ -364,11 +369,11 @@ def filter_rows(
     """What is kept, fp32 ``[B,R,2]``, from the first to the second scaled logit; the rows' statistics and winners become those of the kept tokens.
 
     Args:
-        stats ``[B,R,splits,3]``, best, best_id ``[B,R,splits]``, peaks ``[B,R,splits * SPLIT_V / GROUP]``: in place.
+        stats ``[B,R,splits,3]``, best ``[B,R,splits,2]``, best_id ``[B,R,splits]``, peaks ``[B,R,splits * SPLIT_V / GROUP]``: in place.
         params: temperature, top_k, top_p, min_p, typical_p or None, draft lengths or None. noise: seed, position. strides: of logits'
             requests and rows, and of draft_logits'.
     """
-    batch, all_rows, splits = best.shape
+    batch, all_rows, splits = best_id.shape
     rows, vocab = logits.shape[1:]
     device = logits.device
     cut = torch.empty(batch, all_rows, 2, dtype=torch.float32, device=device)

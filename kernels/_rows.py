@@ -16,11 +16,11 @@ import triton.language as tl
 from specdec_triton.kernels._config import EXACT
 from specdec_triton.kernels._filters import GROUP, filter_rows, filters_at_all
 from specdec_triton.kernels._primitives import NEG_INF, STREAM_COUPLED, gumbel, inverse_of
-from specdec_triton.kernels._splits import SPLIT_V, is_skipped, load_row, pick_best
+from specdec_triton.kernels._splits import SPLIT_V, is_skipped, load_row, pick_best, two_sum
 
 
 @triton.jit
-def _store_part(stats_ptr, best_ptr, best_id_ptr, at, s, noise, token, bad, ENTROPY: tl.constexpr):
+def _store_part(stats_ptr, at, s, bad, ENTROPY: tl.constexpr):
     """Statistics of one tile of scaled logits as the split ``at`` of its row."""
     highest = tl.max(s, 0)
     finite = tl.where(highest == NEG_INF, 0.0, highest)
@@ -29,15 +29,12 @@ def _store_part(stats_ptr, best_ptr, best_id_ptr, at, s, noise, token, bad, ENTR
     tl.store(stats_ptr + at * 3 + 1, tl.sum(e, 0))
     if ENTROPY:
         tl.store(stats_ptr + at * 3 + 2, tl.sum(tl.where(s == NEG_INF, 0.0, e * (s - finite)), 0))
-    best, best_id = pick_best(s - finite + noise, token)
-    tl.store(best_ptr + at, best)
-    tl.store(best_id_ptr + at, best_id)
 
 
 @triton.jit(do_not_specialize=["rows", "all_rows", "node"])
 def _row_stats_kernel(
     stats_ptr,  # fp32 [B,R,splits,3]: maximum m (+inf: NaN or +inf found), sum of e = exp(s - m), sum of e (s - m)
-    best_ptr,  # fp32 [B,R,splits]: the winner's s - m, plus noise
+    best_ptr,  # fp32 [B,R,splits,2]: the winner's s, plus noise, as an exact sum of two numbers
     best_id_ptr,  # int32 [B,R,splits]
     peaks_ptr,  # fp32 [B,R,splits * SPLIT / GROUP]: maxima of groups
     logits_ptr,  # [B,rows,V]
@@ -98,15 +95,19 @@ def _row_stats_kernel(
     bad = tl.max(((s != s) | (s == float("inf"))).to(tl.int32), 0) > 0
     s = tl.where(s == s, s, NEG_INF)
 
-    noise = tl.zeros([SPLIT], tl.float32)
+    high, low = s, tl.zeros([SPLIT], tl.float32)
     if STREAM >= 0:
         if temperature > 0:
             position = tl.load(position_ptr + b)
             if STREAM == STREAM_COUPLED:
                 position += row
-            noise = gumbel(tl.load(seed_ptr + b), position, node, STREAM, first, SPLIT)
+            high, low = two_sum(s, gumbel(tl.load(seed_ptr + b), position, node, STREAM, first, SPLIT))
     at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + split
-    _store_part(stats_ptr, best_ptr, best_id_ptr, at, s, noise, first + tl.arange(0, SPLIT), bad, ENTROPY)
+    _store_part(stats_ptr, at, s, bad, ENTROPY)
+    best, best_low, best_id = pick_best(high, low, first + tl.arange(0, SPLIT))
+    tl.store(best_ptr + at * 2, best)
+    tl.store(best_ptr + at * 2 + 1, best_low)
+    tl.store(best_id_ptr + at, best_id)
     if HAS_FILTERS:
         if filters:
             GROUPS: tl.constexpr = SPLIT // GROUP
@@ -123,7 +124,7 @@ class RowStats(NamedTuple):
 
     @property
     def splits(self) -> int:
-        return self.best.shape[-1]
+        return self.best_id.shape[-1]
 
     @property
     def block_s(self) -> int:
@@ -159,7 +160,7 @@ def row_stats(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    stats, best, best_id = empty(*shape, 3), empty(*shape), empty(*shape, dtype=torch.int32)
+    stats, best, best_id = empty(*shape, 3), empty(*shape, 2), empty(*shape, dtype=torch.int32)
     peaks = empty(*shape, SPLIT_V // GROUP) if has_filters else None
     params, noise = (temperature, top_k, top_p, min_p, typical_p, lens), (seed, position)
     strides = (*logits.stride()[:2], *(draft_logits.stride()[:2] if draft_logits is not None else (0, 0)))

@@ -1,8 +1,9 @@
 """A row of logits in parts: how a program loads one, and how the parts' statistics become the row's.
 
 The vocabulary is split across programs. For its part of a row, each leaves in ``stats [..., splits, 3]`` the maximum m of the scaled
-logits s (+inf: it found NaN or +inf), the sum of e = exp(s - m) and that of e (s - m), and in ``best``, ``best_id`` its winner: the
-largest s - m, plus noise in a race (noise added to a large s would lose its digits).
+logits s (+inf: it found NaN or +inf), the sum of e = exp(s - m) and that of e (s - m), and in ``best [..., splits, 2]`` and ``best_id``
+its winner: the largest s, in a race s + noise, exactly, as the unrounded sum of two numbers. So a winner does not depend on the splits
+(noise added to a large s would else lose its digits, and to s - m take on the maximum's).
 """
 
 from __future__ import annotations
@@ -24,10 +25,22 @@ def load_row(row_ptr, first, vocab, inverse, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def pick_best(value, token):
-    """The largest value and its id, the lowest of equal ones."""
-    best = tl.max(value, 0)
-    return best, tl.min(tl.where(value == best, token, HIGHEST), 0)
+def two_sum(a, b):
+    """a + b, exactly: the rounded sum, and what rounding took (Knuth's TwoSum); 0 where the sum is not finite."""
+    high = a + b
+    part = high - a
+    low = (a - (high - part)) + (b - part)
+    return high, tl.where(tl.abs(high) < float("inf"), low, 0.0)
+
+
+@triton.jit
+def pick_best(high, low, token):
+    """Over the last axis, the largest high + low (a rounded sum and its rest) and its id, the lowest of equal ones."""
+    axis: tl.constexpr = len(high.shape) - 1
+    best = tl.max(high, axis)
+    low = tl.where(high == tl.expand_dims(best, axis), low, NEG_INF)
+    best_low = tl.max(low, axis)
+    return best, best_low, tl.min(tl.where(low == tl.expand_dims(best_low, axis), token, HIGHEST), axis)
 
 
 @triton.jit
@@ -59,17 +72,13 @@ def merge_entropy(stats_ptr, at, mask):
 
 
 @triton.jit
-def merge_winners(stats_ptr, best_ptr, best_id_ptr, at, mask):
-    """The id of the largest s, or s plus noise, over the last axis of the parts at ``at``; the lowest of equal ones."""
-    highest = tl.load(stats_ptr + at * 3, mask=mask, other=NEG_INF)
-    value = tl.load(best_ptr + at, mask=mask, other=NEG_INF)
+def merge_winners(best_ptr, best_id_ptr, at, mask):
+    """The largest s, or s plus noise, over the last axis of the parts at ``at``: rounded, and its id, the lowest of equal ones."""
+    high = tl.load(best_ptr + at * 2, mask=mask, other=NEG_INF)
+    low = tl.load(best_ptr + at * 2 + 1, mask=mask, other=0.0)
     token = tl.load(best_id_ptr + at, mask=mask, other=HIGHEST)
-    axis: tl.constexpr = len(value.shape) - 1
-    peak = tl.expand_dims(tl.max(highest, axis), axis)
-    shift = tl.where((peak == NEG_INF) | (peak == float("inf")), 0.0, highest - peak)
-    value = tl.where(mask, value + shift, NEG_INF)
-    best = tl.max(value, axis)
-    return tl.min(tl.where(value == tl.expand_dims(best, axis), token, HIGHEST), axis)
+    best, _, best_id = pick_best(high, low, token)
+    return best, best_id
 
 
 @triton.jit

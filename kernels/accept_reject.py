@@ -36,13 +36,13 @@ from specdec_triton.kernels._primitives import (
 )
 from specdec_triton.kernels._rows import row_stats
 from specdec_triton.kernels._splits import (
-    HIGHEST,
     SPLIT_V,
     load_row,
     merge_entropy,
     merge_sums,
     merge_winners,
     pick_best,
+    two_sum,
 )
 
 REJECTION: tl.constexpr = tl.constexpr(0)
@@ -115,10 +115,20 @@ def _keep_winners_kernel(
         draft_tokens_ptr, draft_lens_ptr, b, k, rows, splits, vocab, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
     )
     peak, _ = merge_sums(stats_ptr, at, mask)
-    winner = merge_winners(stats_ptr, best_ptr, best_id_ptr, at, mask).to(tl.int64)
+    winner = merge_winners(best_ptr, best_id_ptr, at, mask)[1].to(tl.int64)
     accepted = _first_miss((step < usable) & (drafts == winner), step, k)
     last = tl.sum(tl.where(step == accepted, winner, 0), 0)
     _emit(tokens_ptr, num_accepted_ptr, status_ptr, b, k, length, drafts, accepted, last, peak, BLOCK_T)
+
+
+@triton.jit
+def _store_winner(race_ptr, race_id_ptr, at, value, noise, token):
+    """The winner of a race in one part, as entry ``at``."""
+    high, low = two_sum(value, noise)
+    best, best_low, best_id = pick_best(high, low, token)
+    tl.store(race_ptr + at * 2, best)
+    tl.store(race_ptr + at * 2 + 1, best_low)
+    tl.store(race_id_ptr + at, best_id)
 
 
 @triton.jit
@@ -131,7 +141,7 @@ def _race_kernel(
     accepted_ptr,  # int32 [B]: accepted drafts (not BLOCKWISE)
     weight_ptr,  # fp32 [B,K+1]: the weight of p in a row's residual (BLOCKWISE)
     mass_ptr,  # fp32 [B,race rows,splits]: of the residual (BLOCKWISE)
-    race_ptr,  # fp32 [B,race rows,splits,2]: best value of the residual, and of the target row itself
+    race_ptr,  # fp32 [B,race rows,splits,2,2]: best value of the residual, and of the target row itself; exact sums
     race_id_ptr,  # int32 [B,race rows,splits,2]
     target_logits_ptr,  # [B,K+1,V]
     draft_logits_ptr,  # [B,K,V]
@@ -214,7 +224,7 @@ def _race_kernel(
             return
     else:
         if temperature <= 0:
-            keeps = drafts == merge_winners(stats_ptr, best_ptr, best_id_ptr, at, mask).to(tl.int64)
+            keeps = drafts == merge_winners(best_ptr, best_id_ptr, at, mask)[1].to(tl.int64)
         elif METHOD == TYPICAL:
             threshold = tl.minimum(delta * tl.exp(-merge_entropy(stats_ptr, at, mask)), epsilon)
             keeps = tl.exp(log_p) > threshold
@@ -236,12 +246,10 @@ def _race_kernel(
     s = load_row(target + row.to(tl.int64) * stride_target_row, first, vocab, inverse, SPLIT)
     if HAS_CUT:
         s = tl.where(is_cut(s, cut_ptr, b * rows + row, True), NEG_INF, s)
-    s = (s - tl.sum(tl.where(step == row, peak, 0.0), 0)) - tl.sum(tl.where(step == row, log_sum, 0.0), 0)
+    s = tl.where(s == s, s, NEG_INF)
     noise = gumbel(seed, position, row, stream, first, SPLIT)
     at = (race * splits + split) * 2
-    best, best_id = pick_best(s + noise, token)
-    tl.store(race_ptr + at + 1, best)
-    tl.store(race_id_ptr + at + 1, best_id)
+    _store_winner(race_ptr, race_id_ptr, at + 1, s, noise, token)
     if METHOD != TYPICAL:
         if rejected:
             if HAS_DRAFT:
@@ -251,15 +259,16 @@ def _race_kernel(
                 d -= tl.sum(tl.where(step == row, draft_peak, 0.0), 0)
                 q = tl.exp(d - tl.sum(tl.where(step == row, draft_log_sum, 0.0), 0))
                 q = tl.where(q == q, q, 0.0)
-            else:
-                q = tl.where(token == tl.sum(tl.where(step == row, drafts, 0), 0), 1.0, 0.0)
-            residual = weight * tl.exp(s) - q
-            value = tl.where(residual > 0, tl.log(tl.maximum(residual, 1e-37)) + noise, NEG_INF)
-            best, best_id = pick_best(value, token)
-            tl.store(race_ptr + at, best)
-            tl.store(race_id_ptr + at, best_id)
-            if METHOD == BLOCKWISE:
-                tl.store(mass_ptr + race * splits + split, tl.sum(tl.maximum(residual, 0.0), 0))
+                log_p = (s - tl.sum(tl.where(step == row, peak, 0.0), 0)) - tl.sum(
+                    tl.where(step == row, log_sum, 0.0), 0
+                )
+                residual = weight * tl.exp(log_p) - q
+                value = tl.where(residual > 0, tl.log(tl.maximum(residual, 1e-37)), NEG_INF)
+                if METHOD == BLOCKWISE:
+                    tl.store(mass_ptr + race * splits + split, tl.sum(tl.maximum(residual, 0.0), 0))
+            else:  # p without the draft: no probability, so that nothing depends on the splits
+                value = tl.where(token == tl.sum(tl.where(step == row, drafts, 0), 0), NEG_INF, s)
+            _store_winner(race_ptr, race_id_ptr, at, value, noise, token)
 
 
 @triton.jit(do_not_specialize=[*_RUNTIME, "race_rows"])
@@ -298,7 +307,7 @@ def _pick_kernel(
         draft_tokens_ptr, draft_lens_ptr, b, k, rows, splits, vocab, stride_drafts, BLOCK_T, BLOCK_S, HAS_LENS
     )
     peak, _ = merge_sums(stats_ptr, at, mask)
-    winner = merge_winners(stats_ptr, best_ptr, best_id_ptr, at, mask).to(tl.int64)
+    winner = merge_winners(best_ptr, best_id_ptr, at, mask)[1].to(tl.int64)
     race = b * race_rows
     if METHOD == BLOCKWISE:
         # The longest prefix of i = step + 1 drafts with u < h: w for the whole draft, else S / (S + 1 - w).
@@ -323,10 +332,9 @@ def _pick_kernel(
         if METHOD != TYPICAL:
             if accepted < usable:
                 # p = q up to rounding leaves no residual; a rejection there has probability zero, and p is right.
-                largest = tl.max(tl.load(race_ptr + entry - 1, mask=part < splits, other=NEG_INF), 0)
+                largest = tl.max(tl.load(race_ptr + (entry - 1) * 2, mask=part < splits, other=NEG_INF), 0)
                 entry -= tl.where(largest > NEG_INF, 1, 0)
-        best = tl.load(race_ptr + entry, mask=part < splits, other=NEG_INF)
-        last = pick_best(best, tl.load(race_id_ptr + entry, mask=part < splits, other=HIGHEST))[1].to(tl.int64)
+        last = merge_winners(race_ptr, race_id_ptr, entry, part < splits)[1].to(tl.int64)
     _emit(tokens_ptr, num_accepted_ptr, status_ptr, b, k, length, drafts, accepted, last, peak, BLOCK_T)
 
 
@@ -378,7 +386,7 @@ def accept_reject(
             entropy=method == "typical",
             drafts_for_filters=filters and draft_lse is not None,
         )
-        all_rows, splits = rows.best.shape[1:]
+        all_rows, splits = rows.best_id.shape[1:]
         stats = (rows.stats, rows.best, rows.best_id)
         drafts = (draft_tokens, draft_lens)
         sizes = (k, all_rows, splits, vocab, draft_tokens.stride(0))
@@ -397,7 +405,7 @@ def accept_reject(
             empty(batch, dtype=torch.int32),
             empty(batch, k + 1) if method == "block" else None,
             empty(batch, race_rows, splits) if method == "block" else None,
-            empty(batch, race_rows, splits, 2),
+            empty(batch, race_rows, splits, 2, 2),
             empty(batch, race_rows, splits, 2, dtype=torch.int32),
         )
         _race_kernel[(batch * race_rows, splits)](

@@ -33,7 +33,7 @@ def _merge_rows_kernel(
     mask = split < splits
     peak, log_sum = merge_sums(stats_ptr, at, mask)
     lse = tl.where(peak == float("inf"), peak, peak + log_sum)
-    tl.store(tokens_ptr + b, merge_winners(stats_ptr, best_ptr, best_id_ptr, at, mask).to(tl.int64))
+    tl.store(tokens_ptr + b, merge_winners(best_ptr, best_id_ptr, at, mask)[1].to(tl.int64))
     tl.store(lse_ptr + b, lse)
 
 

@@ -92,6 +92,26 @@ def test_typical_p_of_one_request_leaves_the_others_alone(backend):
     assert lse[0] < logits[0].logsumexp(-1)
 
 
+@pytest.mark.parametrize("split", [1024, 4096])
+def test_a_race_compares_exact_sums(split, backend, monkeypatch):
+    """Logits so large that noise added to them is rounded away, and ties: the winner is that of fp64, whatever the splits."""
+    if backend == "triton":
+        rows = pytest.importorskip("specdec_triton.kernels._rows")
+        monkeypatch.setattr(rows, "SPLIT_V", split)
+    logits = torch.randn(6, 4200).round()
+    logits[1] += 1e6
+    logits[2] *= 1e4
+    logits[3] = 1e9
+    logits[4, 40:] = -INF
+    logits[5] = -INF
+    logits[5, 4199] = -1e30
+    params = batch_of(6, position=3)
+    noise = gumbel(params.seed, params.position, torch.zeros_like(params.seed), Stream.COUPLED, 4200)
+    want = (logits.double() + noise.double()).argmax(-1)
+    assert not torch.equal((logits + noise).argmax(-1), want)
+    assert torch.equal(ops.sample(logits, params=params, backend=backend), want)
+
+
 @pytest.mark.parametrize("rows", ["random", "flat", "tied", "masked"])
 def test_a_prefix_of_the_sorted_row_decides_the_same(rows, monkeypatch):
     """The CPU's short cuts change nothing: the largest 1024 values where they suffice, noise for the kept tokens alone."""

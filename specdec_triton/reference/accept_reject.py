@@ -77,9 +77,8 @@ def accept_reject(
                 break
         return emit(drafts, chosen, accepted, status)
 
-    log_p = _scaled_rows(target_logits, *params).log_softmax(
-        -1
-    )  # not minus the log-sum-exp, which loses digits where logits are large
+    raced = _scaled_rows(target_logits, *params)
+    log_p = raced.log_softmax(-1)  # not minus the log-sum-exp, which loses digits where logits are large
     log_q = None
     if draft_logits is not None and k > 0 and method != "typical":
         scaled = _scaled_rows(draft_logits, *params)
@@ -89,6 +88,7 @@ def accept_reject(
     if method == "rejection" or (method == "block" and log_q is None):  # the same where q is one-hot: kernels/README.md
         num_accepted = _rejection(drafts, log_p, log_q, usable, u)
     elif method == "block":
+        assert log_q is not None
         num_accepted, weight = _block(drafts, log_p, log_q, usable, u)
     else:
         num_accepted = _typical(drafts, log_p, usable, epsilon, delta)
@@ -97,15 +97,18 @@ def accept_reject(
     # The last token comes from one row per request: the residual of the first rejected draft, or p itself.
     row = torch.arange(batch, device=device)
     rejected = num_accepted < lens
-    log_last = log_p[row, num_accepted]
+    last = raced[row, num_accepted]
     if k > 0 and method != "typical":
         at = num_accepted.clamp(max=k - 1)
-        residual = _residual(log_last, weight, None if log_q is None else log_q[row, at], drafts[row, at])
+        if log_q is None:
+            residual = last.scatter(-1, drafts[row, at][:, None], NEG_INF)
+        else:
+            residual = _residual(log_p[row, num_accepted], weight, log_q[row, at]).log()
         # p = q up to rounding leaves no residual; a rejection there has probability zero, and p is the right answer.
-        use_residual = rejected & (residual.sum(-1) > 0)
-        log_last = torch.where(use_residual[:, None], residual.log(), log_last)
+        use_residual = rejected & (residual > NEG_INF).any(-1)
+        last = torch.where(use_residual[:, None], residual, last)
     stream = torch.where(rejected, int(Stream.RECOVERED), int(Stream.BONUS))
-    drawn = race(log_last, seed, position, num_accepted, stream)
+    drawn = race(last, seed, position, num_accepted, stream)
     best[row, num_accepted] = torch.where(greedy, best[row, num_accepted], drawn)
     return emit(drafts, best, num_accepted, status)
 
@@ -136,7 +139,7 @@ def _rejection(
 
 
 def _block(
-    drafts: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor | None, usable: torch.Tensor, u: torch.Tensor
+    drafts: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor, usable: torch.Tensor, u: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accepted drafts ``[B]``, and the weight w ``[B]`` of p in the residual max(w p - q, 0) of the next one.
 
@@ -153,7 +156,7 @@ def _block(
     lens = usable.sum(-1)
     for i in range(1, k):
         w = weight[:, i - 1]
-        mass = _residual(log_p[:, i], w, None if log_q is None else log_q[:, i], drafts[:, i]).sum(-1)
+        mass = _residual(log_p[:, i], w, log_q[:, i]).sum(-1)
         h[:, i - 1] = torch.where((i == lens) | (w >= 1), w, mass / (mass + (1.0 - w)))
     passes = usable & (u < h)
     accepted = (passes * torch.arange(1, k + 1, device=drafts.device)).amax(-1)
@@ -178,13 +181,9 @@ def _of_drafts(log_probs: torch.Tensor | None, drafts: torch.Tensor) -> torch.Te
     return log_probs[:, : drafts.shape[1]].gather(-1, drafts[..., None])[..., 0]
 
 
-def _residual(
-    log_p: torch.Tensor, weight: torch.Tensor, log_q: torch.Tensor | None, draft: torch.Tensor
-) -> torch.Tensor:
-    """max(weight p - q, 0) ``[B,V]`` of log p and log q ``[B,V]``; q is one-hot at ``draft [B]`` without log q."""
+def _residual(log_p: torch.Tensor, weight: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """max(weight p - q, 0) ``[B,V]`` of log p and log q ``[B,V]``."""
     p = log_p.exp() * weight[:, None]
-    if log_q is None:
-        return p.scatter(-1, draft[:, None], 0.0)  # w p - 1 is never above 0
     return (p - log_q.exp().nan_to_num(0.0)).clamp(min=0)
 
 

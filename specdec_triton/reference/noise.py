@@ -85,17 +85,28 @@ def gumbel_of(
 def race(
     logits: torch.Tensor, seed: torch.Tensor, position: torch.Tensor, node: torch.Tensor, stream: Stream | torch.Tensor
 ) -> torch.Tensor:
-    """argmax(logits + noise) ``[B]`` of ``logits [B,V]``, the lowest id of equal ones; the other arguments are ``[B]``."""
+    """argmax(logits + noise) ``[B]`` of ``logits [B,V]``, the lowest id of equal ones; the other arguments are ``[B]``.
+
+    The sums are compared exactly: who wins depends on nothing but these numbers.
+    """
     stream = torch.zeros_like(seed) + stream
-    logits = logits - logits.amax(-1, keepdim=True)  # noise added to large logits would lose its digits
     if logits.device.type == "cpu":  # the numbers of filtered tokens need not be known
         row, token = (logits > NEG_INF).nonzero(as_tuple=True)
         if 8 * len(row) < logits.numel():
-            noise = gumbel_of(seed[row], position[row], node[row], stream[row], token)
-            values = torch.full_like(logits, NEG_INF)
-            values[row, token] = logits[row, token] + noise
-            return best_of(values)[1]
-    return best_of(logits + gumbel(seed, position, node, stream, logits.shape[-1]))[1]
+            noise = torch.zeros_like(logits)
+            noise[row, token] = gumbel_of(seed[row], position[row], node[row], stream[row], token)
+            return largest_sum(logits, noise)
+    return largest_sum(logits, gumbel(seed, position, node, stream, logits.shape[-1]))
+
+
+def largest_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """argmax(a + b) over the last axis, exactly; the lowest id of equal ones."""
+    high = a + b
+    best, ids = best_of(high)
+    ties = high == best[..., None]
+    if a.device.type == "cpu" and int(ties.sum()) <= best.numel():
+        return ids
+    return best_of(two_sum(a, b)[1].masked_fill(~ties, NEG_INF))[1]
 
 
 def two_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
