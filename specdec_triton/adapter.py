@@ -185,8 +185,10 @@ class ModelAdapter:
         batch, count = tokens.shape
         step = torch.arange(count, device=self.device)
         # Rows past query_lens stay inside position tables, which end with the context.
-        inside = step if query_lens is None else torch.minimum(step, (query_lens[:, None] - 1).clamp(min=0))
+        inside = step if query_lens is None else torch.minimum(step, query_lens[:, None] - 1)
         position = (context_lens[:, None] + inside).long()
+        if query_lens is not None:
+            position = position.clamp(min=0)
         total, take, put, plan = batch * count, None, None, None
         if not self.fixed_shapes:
             lens = [count] * batch if query_lens is None else query_lens.tolist()
@@ -197,7 +199,7 @@ class ModelAdapter:
                 put = torch.cat([b * count + step[:n] for b, n in enumerate(lens)])
                 total = len(put)
                 starts = query_lens.cumsum(0) - query_lens
-                take = (starts[:, None] + inside).clamp(max=total - 1)
+                take = (starts[:, None] + inside).clamp(min=0, max=total - 1)
                 tokens, position = tokens.flatten()[put], position.flatten()[put]
             if self.backends[:2] == ("torch", "torch"):
                 plan = make_plan(block_table, context_lens, query_lens, count, cache.page_size)

@@ -7,6 +7,7 @@ and a softcap, as a pass of the whole model must show.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from specdec_triton import ops
-from specdec_triton.observe import model_lock, shapes_alone
+from specdec_triton.observe import is_steered, model_lock, shapes_alone
 
 _PROBE_TOKENS = 5
 
@@ -24,24 +25,22 @@ class Head:
     """logits = softcap(scale (hidden @ weight.T + bias)).
 
     Attributes:
-        decoder: the part of the model before it. linear: the layer itself.
+        decoder: the part of the model before it. linear: the layer itself. around: the modules that are passed by.
         size: ids that count, the first of the layer's outputs.
     """
 
     model: Any
     decoder: Any
     linear: nn.Linear
+    around: tuple[nn.Module, ...]
     scale: float | None
     softcap: float | None
     size: int
 
     @property
     def usable(self) -> bool:
-        """Whether nobody watches or steers what would be passed by: hooks, or another ``forward``."""
-        return not any(
-            module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-            for module in (self.model, self.linear)
-        )
+        """Whether it still is the model's, and nobody watches or steers what would be passed by."""
+        return self.model.get_output_embeddings() is self.linear and not any(map(is_steered, self.around))
 
     def first(self, size: int) -> Head:
         """Of the first ids alone."""
@@ -93,7 +92,7 @@ def find_head(model: Any) -> Head | None:
         seen["hidden"] = getattr(out, "last_hidden_state", None)
 
     def of_linear(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-        seen["given"], seen["product"] = args[0], out
+        seen["given"], seen["product"] = args[0], out.clone()  # the model may change it in place
 
     with model_lock(model), shapes_alone(model), torch.inference_mode():
         hooks = [decoder.register_forward_hook(of_decoder), linear.register_forward_hook(of_linear)]
@@ -103,14 +102,19 @@ def find_head(model: Any) -> Head | None:
             for hook in hooks:
                 hook.remove()
     hidden, given, product = (seen.get(name) for name in ("hidden", "given", "product"))
-    if hidden is None or given is None or product is None or given.dtype != linear.weight.dtype:
+    if hidden is None or given is None or product is None:
+        return None
+    if not hidden.dtype == given.dtype == linear.weight.dtype == logits.dtype:
         return None
     on_meta = logits.is_meta
     if given.shape != hidden.shape or product.shape != logits.shape or not (on_meta or torch.equal(given, hidden)):
         return None
+    inside = set(decoder.modules())
+    around = tuple(x for x in model.modules() if x is linear or (x not in inside and decoder in x.modules()))
     for scale, softcap in _candidates(config):
         if on_meta or torch.equal(finished(product, scale, softcap), logits):
-            return Head(model, decoder, linear, scale, softcap, logits.shape[-1])
+            fits = all(x is None or 0 < x < math.inf for x in (scale, softcap))  # else the ops refuse it
+            return Head(model, decoder, linear, around, scale, softcap, logits.shape[-1]) if fits else None
     return None
 
 

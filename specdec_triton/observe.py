@@ -230,6 +230,11 @@ def model_lock(model: Any) -> Any:
         return _locks.setdefault(model, threading.RLock())
 
 
+def is_steered(module: torch.nn.Module) -> bool:
+    """Whether somebody watches or changes what the module does: a hook, or a ``forward`` of its own, as accelerate gives it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
 def has_dropout(model: Any) -> bool:
     """Whether the model's passes are random in training mode."""
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]

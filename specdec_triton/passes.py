@@ -6,7 +6,7 @@ own attention functions, and to rewritten decoder layers (``fusion/``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ class Pass:
         exact: whether a row's bits must not depend on the number of rows.
         softcap: whether the module's own attention applies the softcap that the model states.
         plan: on the CPU, what append and attention would find out again in every layer; None: let them.
+        made: what a layer has made of the pass's arguments and the next ones need too.
     """
 
     cache: KVCache
@@ -68,6 +69,7 @@ class Pass:
     exact: bool
     softcap: bool
     plan: Plan | None
+    made: dict[Any, Any] = field(default_factory=dict)
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
         """Packed rows ``[N,...]`` -> ``[B,T,...]``."""

@@ -94,7 +94,7 @@ class TableModel(ModelAdapter):
         if fixed_shapes and bool(table.rows.isfinite().all()):  # 0 times -inf would be NaN
             linear = torch.nn.Linear(*table.rows.shape, bias=False, dtype=self.dtype)
             linear.weight = torch.nn.Parameter(table.rows.t().contiguous())
-            self.head = Head(linear, linear, linear, None, None, table.vocab)
+            self.head = Head(linear, linear, linear, (), None, None, table.vocab)
 
     def check_ready(self) -> None: ...
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from specdec_triton import ops
 from specdec_triton.fusion.norms import FusedRMSNorm
-from specdec_triton.fusion.rope_tables import RopeTables
+from specdec_triton.fusion.rope_tables import unpacked_tables
 from specdec_triton.fusion.structure import Structure
 from specdec_triton.passes import Pass
 
@@ -21,15 +21,10 @@ _FEW_ROWS = 64  # for which ops.skinny_linear reads its weight once
 
 
 class KernelForm:
-    """A layer over the pages.
+    """A layer over the pages."""
 
-    Args:
-        tables: the model's.
-    """
-
-    def __init__(self, structure: Structure, tables: RopeTables) -> None:
+    def __init__(self, structure: Structure) -> None:
         self._structure = structure
-        self._tables = tables
 
     def __call__(
         self, x: torch.Tensor, p: Pass, position_embeddings: tuple[torch.Tensor, torch.Tensor]
@@ -51,7 +46,7 @@ class KernelForm:
         """Keys and values into the pages; the rotated queries."""
         s = self._structure
         norms = s.head_norms
-        cos, sin = (None, None) if s.rotation is None else self._tables.unpacked(*embeddings, p, s.rotation)
+        cos, sin = (None, None) if s.rotation is None else unpacked_tables(p, *embeddings, s.rotation)
         return ops.rope_append(
             q, k, v, cos, sin, *p.cache.layer(s.layer), p.block_table, p.context_lens, p.query_lens,
             interleaved=s.rotation in ("interleaved", "repeated"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -29,11 +30,21 @@ class FusedRMSNorm(nn.Module):
         self.eps = eps
         self.add_one = add_one
         self.kernels = False
-        scale = weight.detach().float() + 1 if add_one else weight.detach()
+        self._derive()
+
+    def _derive(self) -> None:
+        """What :meth:`forward` needs of the weight."""
+        weight = self.weight.detach()
+        scale = weight.float() + 1 if self.add_one else weight
         width = len(weight)
         self._scale = nn.Buffer(scale, persistent=False)
         self._wide_scale = nn.Buffer(scale.float() * width**0.5, persistent=False)
-        self._floor = nn.Buffer(torch.tensor((width * eps) ** 0.5, device=weight.device), persistent=False)
+        self._floor = nn.Buffer(torch.tensor((width * self.eps) ** 0.5, device=weight.device), persistent=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FusedRMSNorm:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._derive()  # of the weight in its new dtype: cast themselves, they would be rounded twice
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kernels:
@@ -55,7 +66,7 @@ def fused_norm(module: nn.Module) -> FusedRMSNorm | None:
     if [name for name, _ in module.named_parameters()] != ["weight"]:
         return None
     weight: nn.Parameter = module.weight  # type: ignore[assignment]
-    if weight.dim() != 1:
+    if weight.dim() != 1 or len(inspect.signature(module.forward).parameters) != 1:
         return None
     if weight.is_meta:  # numbers can be compared elsewhere
         module = copy.deepcopy(module).to_empty(device="cpu")

@@ -23,7 +23,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from specdec_triton._checks import check_bool
+from specdec_triton._checks import check_bool, require
 from specdec_triton.errors import UnsupportedModelError
 from specdec_triton.exactness import kernels_backend
 from specdec_triton.fusion.checkpoint_pages import CheckpointPages
@@ -31,7 +31,7 @@ from specdec_triton.fusion.decoder_layer import LayerForms
 from specdec_triton.fusion.norms import FusedRMSNorm, fused_norm
 from specdec_triton.fusion.packed_linear import PackedLinear, best_packing
 from specdec_triton.fusion.siblings import FusedPart, fuse_siblings
-from specdec_triton.observe import Observation, has_dropout, observe, shapes_alone
+from specdec_triton.observe import Observation, has_dropout, is_steered, observe, shapes_alone
 
 _PROBE_TOKENS = 5
 _RELOAD = "load the model again and use it without optimize()"
@@ -44,12 +44,12 @@ def optimize(model: Any, *, kernels: bool | None = None) -> Any:
         model: a transformers causal language model in evaluation mode.
         kernels: whether layers run in our kernels; None: on a GPU with Triton, and on the meta device, where passes are counted.
 
-    Afterwards the module is for inference: packed weights are not parameters any more, so it can be neither trained, saved,
-    cast nor moved. ``forward`` and ``generate`` work as before, up to rounding: in half precision a text can part ways
+    Afterwards the module is for inference: weights are joined, so it can be neither trained nor saved, and on the CPU packed, so it
+    can be neither cast nor moved. ``forward`` and ``generate`` work as before, up to rounding: in half precision a text can part ways
     with the original's where two tokens are nearly equally likely. Calling it twice does nothing more.
 
     Raises:
-        ValueError: ``kernels`` is neither a bool nor None.
+        ValueError: ``kernels`` is neither a bool nor None, or not what the model was rewritten with before.
         UnsupportedModelError: not a transformers model in evaluation mode; or the rewritten model's logits differ from the
             original's by more than rounding.
 
@@ -58,11 +58,13 @@ def optimize(model: Any, *, kernels: bool | None = None) -> Any:
     """
     if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
         raise UnsupportedModelError(f"optimize() takes a transformers model, got {type(model).__name__}")
+    check_bool("kernels", kernels, optional=True)
     if getattr(model, "_specdec_optimized", False):
+        known = getattr(model, "_specdec_kernels", kernels)
+        require(kernels in (None, known), "kernels", f"None or {known} for a model that was rewritten so", kernels)
         return model
     if model.training and has_dropout(model):
         raise UnsupportedModelError(f"{type(model).__name__} is in training mode, with dropout: call model.eval()")
-    check_bool("kernels", kernels, optional=True)
     if kernels is None:
         kernels = kernels_backend(None, next(model.parameters())) is not None
     vocab_size = model.config.get_text_config().vocab_size
@@ -73,14 +75,17 @@ def optimize(model: Any, *, kernels: bool | None = None) -> Any:
         observation = None  # no adapter will run it: the decoder layers stay
     short_pass = _watch(model, tokens)
     for parent, name, module in _children(model):
-        if not _has_hooks(module) and (norm := fused_norm(module)) is not None:
+        if not is_steered(module) and (norm := fused_norm(module)) is not None:
             norm.kernels = kernels and norm.weight.device.type != "cpu"
             setattr(parent, name, norm)
-    packing = None if kernels else best_packing(module for _, _, module in _children(model) if _is_plain_linear(module))
+    packing = None
+    replaced = any("forward" in vars(module) for module in model.modules())  # who may use a weight as it is
+    if not kernels and not replaced:
+        packing = best_packing(module for _, _, module in _children(model) if _is_plain_linear(module))
     pages, forms = CheckpointPages(), LayerForms(kernels=kernels)
     for parent, name, module in _children(model):
         layer = getattr(getattr(module, "self_attn", None), "layer_idx", None)
-        if observation is None or layer is None or module not in short_pass.arguments or _has_hooks(module):
+        if observation is None or layer is None or module not in short_pass.arguments or is_steered(module):
             continue
         _fuse_siblings(module, short_pass.siblings, pages)
         call = next(call for call in observation.calls if call.layer == layer)
@@ -95,7 +100,7 @@ def optimize(model: Any, *, kernels: bool | None = None) -> Any:
         _widen(model)
     if not short_pass.logits.is_meta:
         _check(model, tokens, short_pass.logits)
-    model._specdec_optimized = True
+    model._specdec_optimized, model._specdec_kernels = True, kernels
     return model
 
 
@@ -138,14 +143,14 @@ def _watch(model: Any, tokens: torch.Tensor) -> _ShortPass:
         inputs.setdefault(module, []).append(args[0])
 
     def note_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if args:
+        if len(args) == 1:
             arguments[module] = (args[0], kwargs)
 
     def note_call(layer: nn.Module, name: str, *ignored: Any) -> None:
         orders[layer].append(name)
 
     linears = [module for module in model.modules() if _is_plain_linear(module)]
-    layers = [module for module in model.modules() if hasattr(module, "self_attn") and not _has_hooks(module)]
+    layers = [module for module in model.modules() if hasattr(module, "self_attn") and not is_steered(module)]
     hooks = [module.register_forward_pre_hook(note_input) for module in linears]
     hooks += [module.register_forward_pre_hook(note_arguments, with_kwargs=True) for module in layers]
     hooks += [
@@ -194,7 +199,7 @@ def _pack(root: nn.Module, packing: type[PackedLinear] | None, pages: Checkpoint
 
 
 def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return type(module) is nn.Linear and not _has_hooks(module)
+    return type(module) is nn.Linear and not is_steered(module)
 
 
 class WideEmbedding(nn.Module):
@@ -230,10 +235,6 @@ def _widen(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.input_dtype = torch.float32
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -10,21 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec_triton.fusion.rope_tables import RopeTables
+from specdec_triton.fusion.rope_tables import signed_tables
 from specdec_triton.fusion.structure import Structure
 from specdec_triton.passes import Pass, paged_attention
 
 
 class ShortForm:
-    """A layer over the pages; only where whole heads are rotated half by half, or not at all.
+    """A layer over the pages; only where whole heads are rotated half by half, or not at all."""
 
-    Args:
-        tables: the model's.
-    """
-
-    def __init__(self, structure: Structure, activation: nn.Module, tables: RopeTables) -> None:
+    def __init__(self, structure: Structure, activation: nn.Module) -> None:
         s = self._structure = structure
-        self._tables = tables
         # Bound once: looking modules up by name costs as much as a small operation.
         self._norm_attention, self._norm_mlp = map(_call, s.norms)
         self._qkv, self._out, self._gate_up, self._down = map(_call, (s.qkv, s.out, s.gate_up, s.down))
@@ -44,7 +39,7 @@ class ShortForm:
             q_norm, k_norm = self._head_norms
             rotated = torch.cat((q_norm(rotated[:, :q_heads]), k_norm(rotated[:, q_heads:])), 1)
         if s.rotation is not None:
-            cos, signed_sin = self._tables.signed(*position_embeddings)
+            cos, signed_sin = signed_tables(p, *position_embeddings)
             rotated = torch.addcmul(rotated * cos, rotated.roll(s.dim // 2, -1), signed_sin)
         attended = paged_attention(p, s.layer, rotated[:, :q_heads], rotated[:, q_heads:], v, s.options)
         update = self._out(attended.view(1, rows, q_heads * s.dim))

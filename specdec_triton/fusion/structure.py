@@ -150,7 +150,7 @@ def _product(parent: nn.Module, names: tuple[str, ...]) -> Any:
 
 
 def _activation(module: Any) -> str | None:
-    x = torch.linspace(-6, 6, 101)
+    x = torch.cat((torch.linspace(-6, 6, 101), torch.tensor([-1000.0, -100.0, -20.0, 20.0, 100.0, 1000.0])))
     try:
         y = module(x)
     except (RuntimeError, TypeError):
@@ -169,7 +169,7 @@ def _head_norms(attention: Any, dim: int) -> Any:
 
 def _rotation(attention: nn.Module) -> str | None:
     """How the attention's module rotates: by what its function makes of a few numbers."""
-    function = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    function = getattr(sys.modules.get(type(attention).__module__), "apply_rotary_pos_emb", None)
     generator = torch.Generator().manual_seed(0)
     x, cos, sin = (torch.randn(shape, generator=generator) for shape in ((1, 2, 3, 8), (1, 3, 4), (1, 3, 4)))
     cos, sin = (torch.cat((half, half), -1) for half in (cos, sin))

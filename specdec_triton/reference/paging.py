@@ -50,7 +50,7 @@ class Plan:
         return rows if take is None else rows.index_select(0, take)
 
     def _new(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        counts = torch.tensor(self.counts)
+        counts = torch.tensor(self.counts, dtype=torch.int64)
         b = torch.arange(len(counts)).repeat_interleave(counts)
         if len(b) == 0:
             return None, b, b
