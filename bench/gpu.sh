@@ -79,6 +79,7 @@ compact_kv 8 15
 ngram_propose 8 15
 skinny_linear 15 25
 row_mean 5 10
+verify_head 15 25
 apply_logit_rules 12 20
 BENCHES
 

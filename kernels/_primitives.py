@@ -48,6 +48,35 @@ def matmul(a, b, acc):
 
 
 @triton.jit
+def product(
+    x_row,  # pointers [BLOCK_M,1] to the first elements of rows
+    weight_column,  # pointers [1,BLOCK_N] to the first elements of the weight's rows
+    row_exists,  # [BLOCK_M,1]
+    column_exists,  # [1,BLOCK_N]
+    first,  # the first block of K, and the one after the last
+    last,
+    width,  # K
+    stride_weight_lane,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """fp32 ``[BLOCK_M,BLOCK_N]``: rows times columns, added up over blocks of K in order; 0 where a row or column does not exist.
+
+    All linear layers' loop: with the tiles of ``linear_config`` a column has the same bits in each kernel that calls it.
+    """
+    lane = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for block in range(first, last):
+        k = block * BLOCK_K + lane
+        x = tl.load(x_row + k[None, :], mask=row_exists & (k < width)[None, :], other=0.0)
+        k_offset = k.to(tl.int64)[:, None] * stride_weight_lane
+        weight = tl.load(weight_column + k_offset, mask=(k < width)[:, None] & column_exists, other=0.0)
+        acc = matmul(x, weight, acc)
+    return acc
+
+
+@triton.jit
 def decode_e4m3(byte):
     """uint8 -> fp32, exact: sign, 4 bits of exponent (bias 7), 3 of mantissa. 0x7f and 0xff are NaN.
 

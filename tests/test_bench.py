@@ -20,7 +20,7 @@ from specdec_triton.testing import unexplained
 
 OPS = (
     "verify_attention", "append_kv", "compact_kv", "accept_reject", "sample", "ngram_propose", "skinny_linear", "row_mean",
-    "apply_logit_rules",
+    "apply_logit_rules", "verify_head",
 )  # fmt: skip
 ORIGIN = {
     "device",
