@@ -80,6 +80,7 @@ compact_kv 8 15
 ngram_propose 8 15
 skinny_linear 15 25
 row_mean 5 10
+verify_head 15 25
 apply_logit_rules 12 20
 rms_norm 5 12
 gated_mlp_activation 5 12

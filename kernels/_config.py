@@ -97,6 +97,18 @@ class LinearConfig(NamedTuple):
     num_stages: int
 
 
+class HeadConfig(NamedTuple):
+    """Tiles of ``head_stats``: as in ``LinearConfig``. slab: columns whose noise is drawn at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    slab: int
+
+
 class MeanConfig(NamedTuple):
     """Tiles of ``row_mean``, ``rms_norm`` and ``gated_mlp_activation``: rows of a program, and lanes of a row."""
 
@@ -254,12 +266,30 @@ def product_options(config: LinearConfig, dtype: torch.dtype, chip: Chip) -> dic
     return {"num_warps": config.num_warps, "num_stages": config.num_stages, **most, **EXACT}
 
 
-def head_part(vocab: int) -> int:
-    """Columns of a part of V: the logits of which one program of ``head_stats`` keeps statistics. Multiples of 128, 512 parts at most.
+def head_config(n: int, k: int, dtype: torch.dtype, chip: Chip, *, races: bool) -> HeadConfig:
+    """For a head of N rows and H = K, with noise or without.
 
-    A function of V alone: of what a row's statistics consist does not depend on the chip, nor on whether there is one.
+    K is walked as ``linear_config`` says, for the bits are to be those of ``skinny_linear``; so are row tiles where the instruction
+    depends on them (64 rows on Hopper and Blackwell, AMD's larger ones). Much is kept beside a tile, in a race above all, so where its
+    sums lie in registers, and in races everywhere, tiles are smaller.
     """
-    return 128 * max(-(-vocab // (128 * _MOST_PARTS)), 1)
+    config = linear_config(n, k, dtype, chip)
+    block_m, block_n = config.block_m, min(config.block_n, head_part(n))
+    in_registers = chip.backend == "cuda" and not _multiplies_from_shared_memory(chip)
+    if races or in_registers:
+        block_n = min(block_n, 64)
+    if races and in_registers:
+        block_m = min(block_m, 32)
+    slab = min(8 if chip.arch == "sm_100" else 16, block_n)
+    return HeadConfig(block_m, block_n, config.block_k, config.splits, config.num_warps, config.num_stages, slab)
+
+
+def head_part(vocab: int) -> int:
+    """Columns of a part of V, of whose logits one program of ``head_stats`` keeps statistics.
+
+    A function of V alone, so that what a row's statistics consist of does not depend on the chip, nor on whether there is one.
+    """
+    return 64 if vocab <= 64 * 256 else 128 * -(-vocab // (128 * _MOST_PARTS))
 
 
 def _multiplies_from_shared_memory(chip: Chip) -> bool:

@@ -256,7 +256,7 @@ def _kernels(call: Call) -> int:
     """Launches of an op of ours, as in kernels/: rows, two to filter them, then a merge or a race and its end; rules, then repeats."""
     name, given = call.op.__name__, call.given
     method = given.get("method")
-    races = method in ("rejection", "block", "typical")
+    races = name == "accept_reject" and method in ("rejection", "block", "typical")
     filters = name in ("sample", "accept_reject") and method != "greedy" and given["has_filters"] is not False
     repeats = given.get("ngram") is not None
     return _KERNELS[name] + races + 2 * filters + repeats

@@ -17,17 +17,20 @@ from specdec_triton.audit import traffic
 from specdec_triton.audit.disassembly import Code, parse_amdgcn, parse_sass
 from specdec_triton.audit.traffic import (
     AttentionShape,
+    HeadTiles,
     LinearTiles,
     RopeShape,
     accept_reject,
     append_kv,
     apply_logit_rules,
     attention,
+    head_from_memory,
     linear_flops,
     rope_append,
     row_mean,
     sample,
     skinny_linear,
+    verify_head,
 )
 from specdec_triton.cli import audit as command
 from specdec_triton.cli import main
@@ -170,6 +173,15 @@ def test_traffic_of_appending_by_hand():
     normed = rope_append(shape._replace(norms=True))
     assert normed == (queries + copied + 6 * (turns + tokens * weight), queries + copied + turns + 2 * weight)
     assert rope_append(shape._replace(rotary=0)) == (queries + copied,) * 2
+
+
+def test_traffic_of_the_head_by_hand():
+    """3 rows of H = 10 in row tiles of 2, V = 5 in column tiles of 2 and parts of 4, bf16; 24 bytes a row and part."""
+    x, weight, bias, stats = 3 * 10 * 2, 5 * 10 * 2, 5 * 2, 3 * 2 * 24
+    tiles = HeadTiles(block_m=2, block_n=2, part=4)
+    assert verify_head(3, 5, 10, 2, tiles, bias=False) == (3 * x + 2 * weight + 2 * stats, x + weight)
+    assert verify_head(3, 5, 10, 2, tiles, bias=True) == (3 * x + 2 * (weight + bias) + 2 * stats, x + weight + bias)
+    assert head_from_memory(3, 5, 10, 2, 4, bias=True) == x + weight + bias + 2 * stats
 
 
 @pytest.mark.parametrize(
@@ -323,6 +335,10 @@ class TestRecording:
         )
         chosen = [case for case in cases() if case.name in names]
         assert len(chosen) == len(names)
+        chosen += [
+            case for case in cases() if case.op in ("verify_head", "sample_head") and "llama3-8b bf16" in case.name
+        ]
+        assert len(chosen) == len(names) + 4
         for chip, case in itertools.product((CHIPS["sm_90"], CHIPS["gfx942"]), chosen):
             recorded = record_case(chip, case)
             assert recorded.error is None

@@ -18,6 +18,8 @@ from specdec_triton.kernels._config import (
     attention_shared_memory,
     chip_of,
     fp8_mode,
+    head_config,
+    head_part,
     linear_config,
     linear_shared_memory,
     mean_config,
@@ -198,3 +200,19 @@ def test_table():
         assert chip.arch == arch
         assert chip.shared_memory <= chip.shared_memory_per_sm
         assert (chip.warp_size, chip.backend) in ((32, "cuda"), (64, "hip"))
+
+
+@pytest.mark.parametrize("chip", [*CHIPS.values(), INTERPRETER], ids=lambda chip: chip.arch)
+def test_the_head_walks_over_k_as_products_do(chip):
+    """For the bits to be those of ``skinny_linear``: the same blocks and splits of K, and row tiles of the same instructions."""
+    for n, k, dtype, races in itertools.product(
+        (40, 4096, 50257, 128256, 262144), (16, 576, 4096), DTYPES, (False, True)
+    ):
+        linear, head = linear_config(n, k, dtype, chip), head_config(n, k, dtype, chip, races=races)
+        assert (head.block_k, head.splits) == (linear.block_k, linear.splits)
+        assert head_part(n) % head.block_n == 0
+        assert head.block_n % head.slab == 0
+        if chip.arch in ("sm_90", "sm_100") or chip.backend == "hip":
+            assert head.block_m == linear.block_m
+        assert head.block_m >= min(linear.block_m, 32)
+        assert -(-n // head_part(n)) <= 512

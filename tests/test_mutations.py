@@ -98,7 +98,8 @@ UNIFORMS = "step[:k], Stream.ACCEPT)"
 DRAFT_ROWS = "scaled = _scaled_rows(draft_logits, *params)"
 LOG_Q = "scaled.log_softmax(-1) if draft_lse is None else scaled - draft_lse[..., None]"
 OF_ITSELF = Edit(JUDGE, LOG_Q, "scaled.log_softmax(-1)")
-LAST_ROW = "log_last = log_p[row, num_accepted]"
+LAST_ROW = "last = raced[row, num_accepted]"
+LAST_P = "_residual(log_p[row, num_accepted]"
 
 NOISE = {
     "draft-and-residual-share-noise": bug("rejection", Edit(JUDGE, "int(Stream.RECOVERED)", "int(Stream.DRAFT)")),
@@ -146,10 +147,10 @@ DISTRIBUTIONS = {
     ),
     "temperature-not-in-q": bug("temperature", Edit(JUDGE, DRAFT_ROWS, "scaled = draft_logits.float()"), OF_ITSELF),
     "temperature-not-in-p": bug(
-        "temperature", Edit(JUDGE, "log_p = _scaled_rows(target_logits, *params)", "log_p = target_logits.float()")
+        "temperature", Edit(JUDGE, "raced = _scaled_rows(target_logits, *params)", "raced = target_logits.float()")
     ),
-    "residual-is-p": bug("rejection", Edit(JUDGE, "rejected & (residual.sum(-1) > 0)", "rejected & False")),
-    "residual-wrongly-normalised": bug("rejection", Edit(JUDGE, "residual.log(), log_last", "residual, log_last")),
+    "residual-is-p": bug("rejection", Edit(JUDGE, "rejected & (residual > NEG_INF).any(-1)", "rejected & False")),
+    "residual-wrongly-normalised": bug("rejection", Edit(JUDGE, "log_q[row, at]).log()", "log_q[row, at])")),
     "residual-not-clamped": bug("rejection", Edit(judging._residual, ".clamp(min=0)", "")),
     "residual-of-absolute-differences": bug("rejection", Edit(judging._residual, ".clamp(min=0)", ".abs()")),
     "bonus-from-q": bug(
@@ -157,10 +158,12 @@ DISTRIBUTIONS = {
         Edit(
             JUDGE,
             LAST_ROW,
-            "log_last = torch.where((num_accepted == k)[:, None], log_q[:, -1], log_p[row, num_accepted])",
+            "last = torch.where((num_accepted == k)[:, None], log_q[:, -1], raced[row, num_accepted])",
         ),
     ),
-    "certain-draft-comes-back": bug("certain", Edit(judging._residual, "p.scatter(-1, draft[:, None], 0.0)", "p")),
+    "certain-draft-comes-back": bug(
+        "certain", Edit(JUDGE, "last.scatter(-1, drafts[row, at][:, None], NEG_INF)", "last")
+    ),
     "block-weight-not-in-the-residual": bug(
         "block", Edit(judging._block, "accepted, weight.gather", "accepted, torch.ones_like(weight).gather")
     ),
@@ -194,7 +197,8 @@ DECISIONS = {
 PLACES = {
     "next-target-row": bug("mixed", Edit(Judge.packed_rows, "[request] + step", "[request] + step + 1")),
     "target-row-before": bug(
-        "rejection", Edit(JUDGE, LAST_ROW, LAST_ROW.replace("num_accepted", "(num_accepted - 1).clamp(min=0)"))
+        "rejection",
+        *(Edit(JUDGE, x, x.replace("num_accepted", "(num_accepted - 1).clamp(min=0)")) for x in (LAST_ROW, LAST_P)),
     ),
     "next-draft-row": bug("rejection", Edit(JUDGE, "at = num_accepted.clamp", "at = (num_accepted + 1).clamp")),
     "context-one-short": bug("rejection", Edit(Rounds._verify, "(lens - 1).clamp", "(lens - 2).clamp")),

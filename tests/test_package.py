@@ -19,7 +19,8 @@ from specdec_triton.testing import batch_of, paged_case
 
 OPS = [
     "append_kv", "compact_kv", "verify_attention", "accept_reject", "sample", "ngram_propose", "skinny_linear", "row_mean",
-    "apply_logit_rules", "rms_norm", "gated_mlp_activation", "gated_linear", "rope_append",
+    "apply_logit_rules", "rms_norm", "gated_mlp_activation", "gated_linear", "rope_append", "verify_head", "sample_head",
+    "head_stats", "accept_stats",
 ]  # fmt: skip
 
 
@@ -118,6 +119,8 @@ def calls():
     case = paged_case([3], 2)
     k = torch.zeros(1, 2, 2, 16)
     logits, params = torch.zeros(1, 3, 5), batch_of(1)
+    greedy = {"params": params, "method": "greedy"}
+    stats = ops.head_stats(logits, logits[0], torch.tensor([[1, 2]]), **greedy, backend="torch")
     return {
         "append_kv": lambda **b: ops.append_kv(k, k, *case.args[1:], **b),
         "rope_append": lambda **b: ops.rope_append(k, k, k, None, None, *case.args[1:], **b),
@@ -130,6 +133,10 @@ def calls():
         "ngram_propose": lambda **b: ops.ngram_propose(torch.tensor([[1, 1]]), torch.tensor([2]), 2, **b),
         "skinny_linear": lambda **b: ops.skinny_linear(logits[0], logits[0], **b),
         "row_mean": lambda **b: ops.row_mean(logits[0], **b),
+        "verify_head": lambda **b: ops.verify_head(logits, logits[0], torch.tensor([[1, 2]]), **greedy, **b),
+        "sample_head": lambda **b: ops.sample_head(logits[0], logits[0], params=batch_of(3), **b),
+        "head_stats": lambda **b: ops.head_stats(logits, logits[0], torch.tensor([[1, 2]]), **greedy, **b),
+        "accept_stats": lambda **b: ops.accept_stats(stats, torch.tensor([[1, 2]]), **greedy, **b),
         "apply_logit_rules": lambda **b: ops.apply_logit_rules(
             logits, torch.tensor([[1, 2]]), rules=LogitRules(torch.tensor([1])), **b
         ),

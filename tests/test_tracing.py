@@ -163,6 +163,7 @@ def own_ops(to):
         "rms_norm": (lambda backend: ops.rms_norm(logits, logits[0, 0], residual=logits, backend=backend), 1),
         "gated_mlp_activation": (lambda backend: ops.gated_mlp_activation(k, backend=backend), 1),
         "gated_linear": (lambda backend: ops.gated_linear(logits[0], logits[1, :2], backend=backend), 1),
+        "sample_head": (lambda backend: ops.sample_head(logits[:, 0], logits[0], params=plain, backend=backend), 2),
         "sample": (lambda backend: ops.sample(logits[:, 0], params=plain, backend=backend), 2),
         "sample-filtered": (lambda backend: ops.sample(logits[:, 0], params=filtered, backend=backend), 4),
         "sample-typical-p": (lambda backend: ops.sample(logits[:, 0], params=typical, backend=backend), 4),
@@ -170,6 +171,13 @@ def own_ops(to):
         "rules": (rule(frequency_penalty=0.5, min_new_tokens=2, logit_bias={3: 1.0}), 1),
         "rules-n-gram": (rule(no_repeat_ngram_size=2), 2),
     }
+    for method in ("greedy", "coupled", "rejection"):
+        calls[f"head-{method}"] = (
+            lambda backend, given={"params": plain, "method": method}: ops.verify_head(
+                logits, logits[0], drafts, **given, backend=backend
+            ),
+            2,
+        )
     for method in METHODS:
         few = 2 if method in ("greedy", "coupled") else 3
         calls[method] = accept(plain, method), few

@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from specdec_triton import ops
+from specdec_triton._library import why_not_triton
+from specdec_triton.audit import traffic as traffic_of
+from specdec_triton.interpreter import counted
+from specdec_triton.kernels._config import head_part
 from specdec_triton.reference.head_stats import head_logits
-from specdec_triton.testing import INF, NAN, batch_of
+from specdec_triton.testing import INF, NAN, assert_guards, batch_of, guarded, poisoned_outputs
 
 OP = "verify_head"
+needs_kernel = pytest.mark.skipif(why_not_triton(OP, "cpu") is not None, reason=str(why_not_triton(OP, "cpu")))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KINDS = ["greedy", "coupled", "rejection"]
 
@@ -76,6 +81,19 @@ def test_equals_accept_reject(case, method, dtype, backend):
     assert same(ops.accept_stats(halves, drafts, **args), want)
 
 
+def test_rejection_with_draft_logits(backend):
+    """The same integers, with and without draft_lse; ``block`` is refused."""
+    hidden, weight, options, _, lens, params = problem(3, 2, 16, 40, {"softcap": 4.0}, torch.float32)
+    logits = layer(hidden, weight, options, backend)
+    q = logits[:, :2] + 0.5 * torch.randn(3, 2, 40)
+    drawn = [ops.sample(q[:, j], params=params, node=j, return_lse=True) for j in range(2)]
+    drafts, lse = (torch.stack(x, 1) for x in zip(*drawn, strict=True))
+    for given in (None, lse):
+        args = {"draft_lse": given, "draft_lens": lens, "params": params, "method": "rejection", "backend": backend}
+        got = ops.verify_head(hidden, weight, drafts, q, **options, **args)
+        assert same(got, ops.accept_reject(drafts, logits, q, **args))
+
+
 @pytest.mark.parametrize("method", KINDS)
 def test_shards_equal_the_whole(method, backend):
     """Of different sizes, merged in any order; a draft beyond the vocabulary ends the row for all of them."""
@@ -112,6 +130,81 @@ def test_bad_rows(value, method, backend):
     assert result.tokens.tolist() == [[0, -1]] * 3
     hidden[0, 1], hidden[1, 1] = NAN, NAN
     assert ops.verify_head(hidden, weight, drafts, **args).status.tolist() == [1, 0, 0]
+
+
+def test_strides(backend):
+    """Rows of hidden out of line, a weight and a bias inside others; guards around all of them, poison in what is written."""
+    hidden, weight, options, drafts, lens, params = problem(3, 1, 12, 70, {"bias": True}, torch.bfloat16)
+    args = {"draft_lens": lens, "params": params, "method": "coupled", "backend": backend}
+    want = ops.verify_head(hidden, weight, drafts, **options, **args)
+    views = guarded(hidden, padding=7), guarded(weight, padding=3)
+    bias = guarded(options["bias"])
+    with poisoned_outputs():
+        assert same(ops.verify_head(*views, drafts, bias=bias, **args), want)
+        turned = hidden.transpose(0, 1).contiguous().transpose(0, 1)
+        assert same(ops.verify_head(turned, weight, drafts, **options, **args), want)
+    assert_guards(*views, bias)
+
+
+@needs_kernel
+@pytest.mark.parametrize("method", ["greedy", "rejection"])
+def test_bits_do_not_depend_on_the_other_rows(method):
+    """Statistics of a request alone and among others, in two row tiles."""
+    hidden, weight, options, drafts, _, params = problem(35, 1, 12, 70, {}, torch.bfloat16)
+    args = {"method": method, "backend": "triton"}
+    want = ops.head_stats(hidden, weight, drafts, **options, params=params, **args)
+    for some in ([0], [34], [33, 2], [17, 16, 0]):
+        got = ops.head_stats(
+            hidden[some], weight, drafts[some], **options, params=params.of(torch.tensor(some)), **args
+        )
+        for a, b in zip(got[:3], want[:3], strict=True):
+            assert torch.equal(a, b[some])
+
+
+@needs_kernel
+@pytest.mark.parametrize("method", KINDS)
+def test_statistics_are_the_reference_s(method):
+    """Winners bit for bit; sums of exponentials up to rounding. In fp32 the products round differently, so both get few bits."""
+    hidden, weight = torch.randint(-4, 5, (3, 3, 8)).float(), torch.randint(-4, 5, (300, 8)).float()
+    drafts = torch.randint(0, 300, (3, 2))
+    params = batch_of(3, temperature=0.5)
+    params.temperature[1] = 0.0
+    args = {"params": params, "method": method, "first_id": 8, "vocab": 400}
+    got = ops.head_stats(hidden, weight, drafts, **args, backend="triton")
+    want = ops.head_stats(hidden, weight, drafts, **args, backend="torch")
+    assert torch.equal(got.stats[..., 0], want.stats[..., 0])
+    torch.testing.assert_close(got.stats[..., 1], want.stats[..., 1])
+    assert torch.equal(got.stats[..., 2], want.stats[..., 2])
+    torch.testing.assert_close(got.best[..., 0], want.best[..., 0])
+    assert torch.equal(got.best_id, want.best_id)
+
+
+@needs_kernel
+@pytest.mark.parametrize(("method", "k"), [("greedy", 0), ("rejection", 3)])
+def test_launches_and_bytes(method, k):
+    """Two launches; the weight once; hidden states, seen from memory, once; statistics instead of logits."""
+    hidden, weight, _, drafts, lens, params = problem(3, k, 96, 600, {}, torch.bfloat16, method=method)
+    with counted() as traffic:
+        ops.verify_head(hidden, weight, drafts, draft_lens=lens, params=params, method=method, backend="triton")
+    assert sum(x.launches for x in traffic.values()) == 2
+    head = traffic["_head_stats_kernel"]
+    assert head.loaded["weight_ptr"] == head.distinct("weight_ptr") == weight.nbytes
+    assert head.distinct("hidden_ptr") == hidden.nbytes
+    rows, parts = 3 * (k + 1), 10
+    assert head.grid == (1, parts, 1)
+    assert sum(head.stored.values()) == rows * parts * 24
+    rest = traffic["_accept_stats_kernel"]
+    assert rest.loaded["stats_ptr"] + rest.loaded["best_ptr"] + rest.loaded["best_id_ptr"] <= rows * parts * 24
+
+
+@pytest.mark.parametrize("shape", [(128256, 4096), (151936, 1024), (262144, 2560)], ids=str)
+@pytest.mark.parametrize("rows", [1, 40, 64])
+def test_bytes_from_memory_are_the_weight_s(rows, shape):
+    """Llama 3, Qwen 3, Gemma 3: at most 1.05 of weight and hidden states, and what is allocated is far less than the logits."""
+    n, k = shape
+    moved = traffic_of.head_from_memory(rows, n, k, 2, head_part(n), bias=False)
+    assert moved <= 1.05 * (n * k + rows * k) * 2
+    assert rows * -(-n // head_part(n)) * 24 <= 0.1 * rows * n * 2
 
 
 def good():

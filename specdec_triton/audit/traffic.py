@@ -209,6 +209,32 @@ def rms_norm(
     return Traffic(moved=(read + again + written) * row + rows * weight, floor=(read + written) * row + weight)
 
 
+class HeadTiles(NamedTuple):
+    """Of ``head_stats``: rows and columns of a tile, columns of a part."""
+
+    block_m: int
+    block_n: int
+    part: int
+
+
+_STATS = 6 * FP32  # of a row and part: maximum, sum, the draft's logit, the winner's two numbers and id
+
+
+def verify_head(rows: int, n: int, k: int, itemsize: int, tiles: HeadTiles, *, bias: bool) -> Traffic:
+    """The weight once for each row tile, the rows once for each column tile, the parts' statistics written and read. No logits."""
+    x, weight = rows * k * itemsize, n * k * itemsize
+    row_tiles, column_tiles = -(-rows // tiles.block_m), -(-n // tiles.block_n)
+    biases = n * itemsize if bias else 0
+    stats = rows * -(-n // tiles.part) * _STATS
+    return Traffic(moved=row_tiles * (weight + biases) + column_tiles * x + 2 * stats, floor=x + weight + biases)
+
+
+def head_from_memory(rows: int, n: int, k: int, itemsize: int, part: int, *, bias: bool) -> int:
+    """Bytes that the memory sees, where a chip's cache serves all readings of a block of rows or of the weight but the first."""
+    x, weight, biases = rows * k * itemsize, n * k * itemsize, n * itemsize if bias else 0
+    return x + weight + biases + 2 * rows * -(-n // part) * _STATS
+
+
 def linear_flops(rows: int, n: int, k: int) -> int:
     """Multiplications and additions."""
     return 2 * rows * n * k

@@ -30,7 +30,7 @@ class HeadStats(NamedTuple):
 
     Attributes:
         stats: float32 ``[B,T,C,3]``: the maximum m of s (+inf: it found NaN or +inf), the sum of exp(s - m), and s of the row's
-            drafted token (-inf: it lies in another part).
+            drafted token (-inf: it lies in another part, or no probability decides on it).
         best: float32 ``[B,T,C,2]``: the winner's s + noise as an exact sum of two numbers, the larger one first.
         best_id: int32 ``[B,T,C]``: the winner.
         vocab: V, the size of the whole vocabulary.
@@ -111,8 +111,8 @@ def verify_head(
         weight: ``[V,H]``, of hidden's dtype and any row stride.
         draft_tokens: int64 ``[B,K]``, K >= 0. An id below 0 or >= V ends the row's draft.
         draft_logits: ``[B,K,V]``, what the drafts were drawn from under ``params``; None: q is one-hot. Only ``rejection`` reads
-            them. The row of each request from which a token must be drawn again is then computed once more, which reads the
-            weight a second time: with draft_logits, writing the logits (``accept_reject``) is cheaper.
+            them, and then the logits are written after all: the token in a rejected draft's place takes a whole row of p, and
+            to compute that row once more would read the weight twice.
         draft_lse: float32 ``[B,K]``, what ``sample(..., return_lse=True)`` gave for those rows.
         bias: ``[V]``, of hidden's dtype; -inf masks a token (unless softcap makes it a number again).
         softcap: c of c tanh(x / c), as in Gemma 2.

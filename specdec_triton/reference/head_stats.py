@@ -50,7 +50,9 @@ def head_stats(
     step = torch.arange(rows, device=hidden.device)
     lens = torch.full_like(position, rows - 1) if draft_lens is None else draft_lens
     drafts = torch.nn.functional.pad(draft_tokens, (0, 1), value=-1)
-    drafted = (drafts >= 0) & (drafts < vocab) & (step < lens[:, None])
+    draws = (temperature > 0)[:, None]
+    judges = method in ("rejection", "block")
+    drafted = (drafts >= 0) & (drafts < vocab) & (step < lens[:, None]) & draws & judges
     ids = torch.arange(first_id, first_id + columns, device=hidden.device)
     is_draft = drafted[..., None] & (ids == drafts[..., None])
 
@@ -58,16 +60,14 @@ def head_stats(
     noise = torch.zeros_like(s)
     raced = s
     if method != "greedy":
-        draws = temperature > 0
         coupled = method == "coupled"
         for t in range(rows):
             stream = torch.where(drafted[:, t], int(Stream.RECOVERED), int(Stream.BONUS))
             node = torch.full_like(position, 0 if coupled else t)
             at = position + t if coupled else position
             drawn = gumbel(seed, at, node, Stream.COUPLED if coupled else stream, columns, first_id)
-            noise[:, t] = drawn.where(draws[:, None], 0.0)
-        if not coupled:
-            raced = s.masked_fill(is_draft & draws[:, None, None], NEG_INF)
+            noise[:, t] = drawn.where(draws, 0.0)
+        raced = s.masked_fill(is_draft, NEG_INF)
 
     part = head_part(columns)
     count = -(-columns // part)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from specdec_triton.audit.traffic import Traffic
+from specdec_triton.sampling import SamplingBatch
 
 if TYPE_CHECKING:
     from specdec_triton.kernels._config import Chip
@@ -95,6 +96,22 @@ LAYERS = {
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def parameters(batch: int, has_filters: bool = False, has_typical: bool = False) -> SamplingBatch:
+    """Of B requests."""
+    temperature, top_p, min_p, typical_p = (meta(batch, dtype=torch.float32) for _ in range(4))
+    seed, position = (meta(batch, dtype=torch.int64) for _ in range(2))
+    return SamplingBatch(
+        temperature,
+        meta(batch, dtype=INT),
+        top_p,
+        min_p,
+        seed,
+        position,
+        has_filters,
+        typical_p if has_typical else None,
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:

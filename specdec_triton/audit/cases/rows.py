@@ -8,7 +8,7 @@ import torch
 
 from specdec_triton import ops
 from specdec_triton.audit import traffic
-from specdec_triton.audit.cases.base import INT, Case, Size, meta, name_of
+from specdec_triton.audit.cases.base import INT, Case, Size, meta, name_of, parameters
 from specdec_triton.audit.traffic import Traffic
 from specdec_triton.logit_rules import LogitRules
 from specdec_triton.reference.accept_reject import METHODS
@@ -107,21 +107,6 @@ def _rules(name: str, dtype: torch.dtype, *, sizes: tuple[Size, ...] = _TEXTS, o
     return Case("apply_logit_rules", kind, call, moved, sizes, quick=quick)
 
 
-def _params(batch: int, has_filters: bool, has_typical: bool) -> ops.SamplingBatch:
-    temperature, top_p, min_p, typical_p = (meta(batch, dtype=torch.float32) for _ in range(4))
-    seed, position = (meta(batch, dtype=torch.int64) for _ in range(2))
-    return ops.SamplingBatch(
-        temperature,
-        meta(batch, dtype=INT),
-        top_p,
-        min_p,
-        seed,
-        position,
-        has_filters,
-        typical_p if has_typical else None,
-    )
-
-
 def _sample_cases() -> list[Case]:
     bf16, fp32 = torch.bfloat16, torch.float32
     return [
@@ -175,7 +160,7 @@ def _sample(
 ) -> Case:
     def call(size: Size) -> None:
         logits = meta(size.batch, size.vocab, dtype=dtype)
-        params = _params(size.batch, has_filters, has_typical)
+        params = parameters(size.batch, has_filters, has_typical)
         ops.sample(logits, params=params, return_lse=True, node=node, backend="triton")
 
     def moved(chip: Chip) -> Traffic:
@@ -204,7 +189,7 @@ def _accept(
             meta(batch, k, vocab, dtype=dtype) if has_draft else None,
             draft_lse=meta(batch, k, dtype=torch.float32) if has_lse else None,
             draft_lens=meta(batch, dtype=INT),
-            params=_params(batch, has_filters, has_typical),
+            params=parameters(batch, has_filters, has_typical),
             method=method,
             backend="triton",
         )
