@@ -656,7 +656,7 @@ for _dtype, _type in DTYPES.items():
         for _activation in ("silu", "gelu_tanh", "gelu"):
             CHECKS[f"gated-{_dtype}-{_name}-{_activation}"] = lambda a=(_shape, _activation, _type): check_gated(*a)
     for _width in (1, 97, 128, 4096, 9000):
-        for _weight in {_type, torch.float32}:
+        for _weight in dict.fromkeys((_type, torch.float32)):
             _name = f"norm-{_dtype}-{_width}" + ("" if _weight == _type else "-fp32-weight")
             CHECKS[_name] = lambda a=(_width, _weight, _type): check_norm(*a)
     for _width in (5, 128, 576, 5000):
