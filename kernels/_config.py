@@ -278,6 +278,8 @@ def head_config(n: int, k: int, dtype: torch.dtype, chip: Chip, *, races: bool) 
     in_registers = chip.backend == "cuda" and not _multiplies_from_shared_memory(chip)
     if races or in_registers:
         block_n = min(block_n, 64)
+    if dtype == torch.float32:  # without tensor cores both operands are in registers, too
+        block_n = min(block_n, 32)
     if races and in_registers:
         block_m = min(block_m, 32)
     slab = min(8 if chip.arch == "sm_100" else 16, block_n)

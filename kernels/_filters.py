@@ -414,7 +414,7 @@ def filter_rows(
         BLOCK_G=_BLOCK_G,
         HAS_DRAFT=draft_logits is not None,
         num_warps=4,
-        **at_most_registers(128, chip_of(device)),
+        **at_most_registers(168, chip_of(device)),
         **flags,
     )
     return cut

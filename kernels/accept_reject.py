@@ -259,10 +259,10 @@ def _race_kernel(
                 d -= tl.sum(tl.where(step == row, draft_peak, 0.0), 0)
                 q = tl.exp(d - tl.sum(tl.where(step == row, draft_log_sum, 0.0), 0))
                 q = tl.where(q == q, q, 0.0)
-                log_p = (s - tl.sum(tl.where(step == row, peak, 0.0), 0)) - tl.sum(
-                    tl.where(step == row, log_sum, 0.0), 0
+                p = tl.exp(
+                    (s - tl.sum(tl.where(step == row, peak, 0.0), 0)) - tl.sum(tl.where(step == row, log_sum, 0.0), 0)
                 )
-                residual = weight * tl.exp(log_p) - q
+                residual = weight * p - q
                 value = tl.where(residual > 0, tl.log(tl.maximum(residual, 1e-37)), NEG_INF)
                 if METHOD == BLOCKWISE:
                     tl.store(mass_ptr + race * splits + split, tl.sum(tl.maximum(residual, 0.0), 0))

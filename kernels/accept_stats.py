@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import EXACT, dense, on_device
+from specdec_triton.kernels._config import EXACT, at_most_registers, chip_of, dense, on_device
 from specdec_triton.kernels._head import merge_parts
 from specdec_triton.kernels._primitives import NEG_INF, PAD, STREAM_ACCEPT, uniform
 
@@ -97,6 +97,7 @@ def accept_stats(
             BLOCK_S=max(2048 // block_t, 32),
             HAS_LENS=draft_lens is not None,
             num_warps=8,
+            **at_most_registers(255, chip_of(device)),
             **EXACT,
         )
     return results

@@ -255,7 +255,7 @@ def head_stats(
             HAS_LENS=draft_lens is not None,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **at_most_registers(255, chip),
+            **({} if hidden.dtype == torch.float32 else at_most_registers(255, chip)),
             **EXACT,
         )
     return results
