@@ -135,7 +135,7 @@ UNWRITTEN = {  # rounds on a device, whose logits are not written
     ),
     "drafts-judged-one-row-late": bug("unwritten", Edit(Head.verify, "(hidden,", "(hidden.roll(-1, 1),")),
     "drafted-token-races-for-its-own-place": bug(
-        "unwritten-certain", Edit(JUDGE, "rejected & (residual.sum(-1) > 0)", "rejected & False")
+        "unwritten-certain", Edit(JUDGE, "rejected & (residual > NEG_INF).any(-1)", "rejected & False")
     ),
 }
 DISTRIBUTIONS = {
