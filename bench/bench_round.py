@@ -67,7 +67,7 @@ def adapter(model: Any, *, after: bool) -> ModelAdapter:
     """Before, logits are written."""
     made = ModelAdapter(model)
     if not after:
-        made.head = None
+        made.without_head()
     return made
 
 
@@ -77,7 +77,7 @@ class _Writing(DraftModel):
     def bind(self, target: ModelAdapter, options: Any) -> Any:
         session = super().bind(target, options)
         assert session.adapter is not None
-        session.adapter.head = None
+        session.adapter.without_head()
         return session
 
 

@@ -58,8 +58,17 @@ class ModelAdapter:
         self._keeps_logits = self.observation.keeps_logits
         self._softcap = applies_softcap(self.config)
         self._rows: InvariantRows | None = None
-        self.head: Head | None = find_head(model)  # None: logits are all there is
+        self._head = find_head(model)
         self.observation.check_cached_passes(self)
+
+    @property
+    def head(self) -> Head | None:
+        """The last product, where drafts can be judged without writing its logits; None: logits are all there is."""
+        return None if self._head is None or self.model is None else self._head.of(self.model)
+
+    def without_head(self) -> None:
+        """Write logits from now on."""
+        self._head = None
 
     def check_ready(self) -> None:
         """Raises RuntimeError in training mode, where passes are random."""
@@ -161,9 +170,10 @@ class ModelAdapter:
         Args:
             exact: as with ``rows``.
         """
-        assert self.head is not None
+        head = self.head
+        assert head is not None
         ids, position, p = self._pack(tokens, cache, block_table, context_lens, query_lens, exact)
-        x = self._call(self.head.decoder, ids, position, p).last_hidden_state[0]
+        x = self._call(head.decoder, ids, position, p).last_hidden_state[0]
         return x[_last_rows(p)][:, None] if last_only else x.unflatten(0, tokens.shape)
 
     def _call(self, module: Any, ids: torch.Tensor, position: torch.Tensor, p: Pass, **options: Any) -> Any:

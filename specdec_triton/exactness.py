@@ -87,7 +87,7 @@ class InvariantRows:
         if not self._chain_agrees():
             raise ExactnessError("exact=True is not available: on this machine attention depends on the number of rows")
         if not adapter.pads and adapter.fixed_shapes and not self._head_agrees():
-            adapter.head = None  # then logits are written
+            adapter.without_head()  # then logits are written
 
     def pad(self, rows: int) -> int:
         """An invariant row count that holds ``rows`` rows: with padding up to 16 the smallest, beyond a round number.

@@ -8,6 +8,7 @@ and a softcap, as a pass of the whole model must show.
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +30,6 @@ class Head:
         size: ids that count, the first of the layer's outputs.
     """
 
-    model: Any
     decoder: Any
     linear: nn.Linear
     around: tuple[nn.Module, ...]
@@ -39,8 +39,8 @@ class Head:
 
     @property
     def usable(self) -> bool:
-        """Whether it still is the model's, and nobody watches or steers what would be passed by."""
-        return self.model.get_output_embeddings() is self.linear and not any(map(is_steered, self.around))
+        """Whether nobody watches or steers what would be passed by."""
+        return not any(map(is_steered, self.around))
 
     def first(self, size: int) -> Head:
         """Of the first ids alone."""
@@ -70,7 +70,27 @@ class Head:
         }
 
 
-def find_head(model: Any) -> Head | None:
+@dataclass(frozen=True)
+class HeadPlan:
+    """Where in a model its head is, by names: it does not keep the model alive."""
+
+    decoder: str
+    linear: weakref.ref[nn.Linear]
+    around: tuple[str, ...]
+    scale: float | None
+    softcap: float | None
+    size: int
+
+    def of(self, model: Any) -> Head | None:
+        """The model's head; None if the layer has been replaced."""
+        linear = self.linear()
+        if linear is None or model.get_output_embeddings() is not linear:
+            return None
+        around = tuple(map(model.get_submodule, self.around))
+        return Head(model.get_submodule(self.decoder), linear, around, self.scale, self.softcap, self.size)
+
+
+def find_head(model: Any) -> HeadPlan | None:
     """The head, or None if the logits come about in another way.
 
     On the meta device, where numbers cannot be compared, its factor and softcap are what the configuration says.
@@ -110,11 +130,16 @@ def find_head(model: Any) -> Head | None:
     if given.shape != hidden.shape or product.shape != logits.shape or not (on_meta or torch.equal(given, hidden)):
         return None
     inside = set(decoder.modules())
-    around = tuple(x for x in model.modules() if x is linear or (x not in inside and decoder in x.modules()))
+    names = {module: name for name, module in model.named_modules()}
+    around = [x for x in names if x is linear or (x not in inside and decoder in x.modules())]
+    if decoder not in names or linear not in names:
+        return None
     for scale, softcap in _candidates(config):
         if on_meta or torch.equal(finished(product, scale, softcap), logits):
-            fits = all(x is None or 0 < x < math.inf for x in (scale, softcap))  # else the ops refuse it
-            return Head(model, decoder, linear, around, scale, softcap, logits.shape[-1]) if fits else None
+            if not all(x is None or 0 < x < math.inf for x in (scale, softcap)):
+                return None  # the ops refuse it
+            passed_by = tuple(names[x] for x in around)
+            return HeadPlan(names[decoder], weakref.ref(linear), passed_by, scale, softcap, logits.shape[-1])
     return None
 
 

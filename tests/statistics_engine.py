@@ -82,6 +82,8 @@ class TableModel(ModelAdapter):
     A pass that begins at a wrong place so has another text before it.
     """
 
+    head = None
+
     def __init__(self, table: Table, *, fixed_shapes: bool = False) -> None:
         self.table = table
         self.device = torch.device("cpu")
@@ -90,11 +92,10 @@ class TableModel(ModelAdapter):
         self.max_len = None
         self.stop_ids = frozenset()
         self.fixed_shapes = fixed_shapes
-        self.head = None
         if fixed_shapes and bool(table.rows.isfinite().all()):  # 0 times -inf would be NaN
             linear = torch.nn.Linear(*table.rows.shape, bias=False, dtype=self.dtype)
             linear.weight = torch.nn.Parameter(table.rows.t().contiguous())
-            self.head = Head(linear, linear, linear, (), None, None, table.vocab)
+            self.head = Head(linear, linear, (), None, None, table.vocab)
 
     def check_ready(self) -> None: ...
 

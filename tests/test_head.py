@@ -39,7 +39,7 @@ def model_of(kind, dtype=torch.float32):
 @pytest.mark.parametrize("kind", HEADS)
 def test_found_by_what_it_computes(kind, dtype):
     model = model_of(kind, dtype)
-    head = find_head(model)
+    head = find_head(model).of(model)
     assert (head.scale, head.softcap, head.size) == (*HEADS[kind][1:], 97)
     tokens = torch.tensor([[3, 5, 7, 11]])
     with torch.inference_mode():
@@ -74,7 +74,7 @@ def test_other_heads_are_left_alone():
 
 def test_a_head_that_somebody_watches_is_not_passed_by():
     model = toy_model()
-    head = find_head(model)
+    head = find_head(model).of(model)
     assert head.usable
     for module in (model, model.lm_head):
         hook = module.register_forward_hook(lambda *args: None)
@@ -93,7 +93,7 @@ def adapter_of(model, *, head=True):
     adapter = ModelAdapter(model)
     adapter.fixed_shapes = True
     if not head:
-        adapter.head = None
+        adapter.without_head()
     return adapter
 
 
@@ -102,7 +102,7 @@ class Writing(DraftModel):
 
     def bind(self, target, options):
         session = super().bind(target, options)
-        session.adapter.head = None
+        session.adapter.without_head()
         return session
 
 
@@ -217,7 +217,7 @@ def test_exact_passes_on_the_kernels(backend):
         adapter = ModelAdapter(copy.deepcopy(model), backend="triton")
         adapter._invariant_backend, adapter.fixed_shapes = "triton", True
         if not head:
-            adapter.head = None
+            adapter.without_head()
         decoder = SpeculativeDecoder(adapter, PromptLookup(), num_draft_tokens=3, adaptive=False, backend="triton")
         params = [SamplingParams(temperature=0, max_new_tokens=6), SamplingParams(seed=2, max_new_tokens=6)]
         texts.append([out.token_ids for out in decoder.generate(PROMPTS[:2], params)])
