@@ -23,7 +23,7 @@ from verification_cases import (
     wrong_accepts,
 )
 
-from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, adapter, ops
+from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, ops, passes
 from specdec_triton.exactness import ExactPasses
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.reference import noise
@@ -164,12 +164,12 @@ def test_a_difference_is_described(monkeypatch):
 
 def test_a_target_that_forgets_fails(monkeypatch):
     """Attention to the last 12 tokens alone, in every pass: this package's passes agree with one another."""
-    attend = adapter.attend_planned
+    attend = passes.attend_planned
 
     def forgetful(q, k, v, plan, scale, window=None, *args):
         return attend(q, k, v, plan, scale, 12 if window is None else window, *args)
 
-    monkeypatch.setattr(adapter, "attend_planned", forgetful)
+    monkeypatch.setattr(passes, "attend_planned", forgetful)
     check = module()
     assert check.passed is False
     assert "the module's own best is" in check.detail
