@@ -259,7 +259,7 @@ def linear_shared_memory(config: LinearConfig, dtype: torch.dtype, chip: Chip) -
     return blocks * (config.block_m + config.block_n) * config.block_k * dtype.itemsize
 
 
-def product_options(config: LinearConfig, dtype: torch.dtype, chip: Chip) -> dict[str, object]:
+def product_options(config: LinearConfig | HeadConfig, dtype: torch.dtype, chip: Chip) -> dict[str, object]:
     """Launch options of a kernel that calls ``product``."""
     spills = dtype != torch.float32  # on sm_100, unless it may have all registers
     most = at_most_registers(255, chip) if spills else {}

@@ -18,14 +18,13 @@ import triton
 import triton.language as tl
 
 from specdec_triton.kernels._config import (
-    EXACT,
-    at_most_registers,
     chip_of,
     dense,
     even_rows,
     head_config,
     head_part,
     on_device,
+    product_options,
 )
 from specdec_triton.kernels._head import logits_tile
 from specdec_triton.kernels._primitives import (
@@ -253,9 +252,6 @@ def head_stats(
             HAS_SCALE=scale is not None,
             HAS_SOFTCAP=softcap is not None,
             HAS_LENS=draft_lens is not None,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            **({} if hidden.dtype == torch.float32 else at_most_registers(255, chip)),
-            **EXACT,
+            **product_options(config, hidden.dtype, chip),
         )
     return results

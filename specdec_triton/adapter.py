@@ -139,7 +139,7 @@ class ModelAdapter:
         """
         batch, count = tokens.shape
         ids, position, p = self._pack(tokens, cache, block_table, context_lens, query_lens, rows is not None)
-        if p.exact and self.pads and rows is not None and rows > p.rows:
+        if rows is not None and self.pads and rows > p.rows:
             ids = torch.nn.functional.pad(ids, (0, rows - p.rows))
             position = torch.nn.functional.pad(position, (0, rows - p.rows))
         keep: dict[str, Any] = {}

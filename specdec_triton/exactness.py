@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specdec_triton._library import resolve_backend
-from specdec_triton.head import finished
+from specdec_triton.reference.head_stats import finished
 from specdec_triton.sampling import SamplingBatch, SamplingParams
 
 if TYPE_CHECKING:

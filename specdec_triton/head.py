@@ -17,6 +17,7 @@ from torch import nn
 
 from specdec_triton import ops
 from specdec_triton.observe import is_steered, model_lock, shapes_alone
+from specdec_triton.reference.head_stats import finished
 
 _PROBE_TOKENS = 5
 
@@ -151,10 +152,3 @@ def _candidates(config: Any) -> list[tuple[float | None, float | None]]:
     softcap = getattr(config, "final_logit_softcapping", None)
     named = (None if factor in (None, 1, 1.0) else float(factor), None if softcap is None else float(softcap))
     return list(dict.fromkeys([named, (named[0], None), (None, named[1]), (None, None)]))
-
-
-def finished(product: torch.Tensor, scale: float | None, softcap: float | None) -> torch.Tensor:
-    """The logits, each step rounded as transformers' models do."""
-    if scale is not None:
-        product = product * scale
-    return product if softcap is None else torch.tanh(product / softcap) * softcap

@@ -29,6 +29,7 @@ from specdec_triton.engine.slots import ERROR, LENGTH, RUNNING, STOP, Slots
 from specdec_triton.exactness import ExactPasses
 from specdec_triton.head import Head
 from specdec_triton.kv_cache import KVCache
+from specdec_triton.ops.head import METHODS as HEAD_METHODS
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
 COLUMNS = (
@@ -41,8 +42,6 @@ COLUMNS = (
     "failed",
     "foreign",
 )  # of a report, before its tokens
-
-HEAD_METHODS = ("greedy", "coupled", "rejection", "block")  # of ops.verify_head
 
 
 class DrafterError(Exception):

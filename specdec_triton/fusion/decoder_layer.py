@@ -1,7 +1,7 @@
 """A decoder layer of the usual structure, which takes a shorter way in the adapter's passes: of kernels, or of few operations.
 
 It is recognised by structure (``structure.py``). What the structure does not show shows in the output, which
-:func:`layer_agrees` compares in fp32: in half precision a wrong factor can hide in the rounding.
+:class:`LayerForms` compares in fp32: in half precision a wrong factor can hide in the rounding.
 """
 
 from __future__ import annotations

@@ -16,12 +16,14 @@ def head_logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float | None, softcap: float | None
 ) -> torch.Tensor:
     """``[...,V]`` in hidden's dtype, rounded to it after every step."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return finished(torch.nn.functional.linear(hidden, weight, bias), scale, softcap)
+
+
+def finished(product: torch.Tensor, scale: float | None, softcap: float | None) -> torch.Tensor:
+    """The logits that a head makes of its product, each step rounded as transformers' models do."""
     if scale is not None:
-        logits = logits * scale
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    return logits
+        product = product * scale
+    return product if softcap is None else torch.tanh(product / softcap) * softcap
 
 
 def head_stats(
