@@ -100,10 +100,8 @@ def accept_reject(
     last = raced[row, num_accepted]
     if k > 0 and method != "typical":
         at = num_accepted.clamp(max=k - 1)
-        if log_q is None:
-            residual = last.scatter(-1, drafts[row, at][:, None], NEG_INF)
-        else:
-            residual = _residual(log_p[row, num_accepted], weight, log_q[row, at]).log()
+        q = None if log_q is None else log_q[row, at]
+        residual = _recovering(last, log_p[row, num_accepted], weight, q, drafts[row, at])
         # p = q up to rounding leaves no residual; a rejection there has probability zero, and p is the right answer.
         use_residual = rejected & (residual > NEG_INF).any(-1)
         last = torch.where(use_residual[:, None], residual, last)
@@ -185,6 +183,16 @@ def _residual(log_p: torch.Tensor, weight: torch.Tensor, log_q: torch.Tensor) ->
     """max(weight p - q, 0) ``[B,V]`` of log p and log q ``[B,V]``."""
     p = log_p.exp() * weight[:, None]
     return (p - log_q.exp().nan_to_num(0.0)).clamp(min=0)
+
+
+def _recovering(
+    last: torch.Tensor, log_p: torch.Tensor, weight: torch.Tensor, log_q: torch.Tensor | None, drafts: torch.Tensor
+) -> torch.Tensor:
+    """Logits ``[B,V]`` of the token in place of a rejected draft ``[B]``: of the residual, which for a one-hot q is p without
+    the draft. ``last [B,V]`` are the logits of p."""
+    if log_q is None:
+        return last.scatter(-1, drafts[:, None], NEG_INF)
+    return _residual(log_p, weight, log_q).log()
 
 
 def prefix(accepted: torch.Tensor) -> torch.Tensor:
