@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,35 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     _in_a_large_frame(lambda: pyfuncitem.obj(**arguments))
     return True
+
+
+def _patch_the_language_once_a_launch() -> None:
+    """The interpreter looks through all of ``triton.language`` whenever a kernel calls a helper; once for each module that
+    helpers come from is enough for a launch, at whose end the patches go. That is two fifths of the kernels' tests."""
+    from triton.runtime import interpreter
+
+    patched: set[int] = set()
+    launch = interpreter.GridExecutor.__call__
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        launch(self, *args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self.fn.__globals__) not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(id(self.fn.__globals__))
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.GridExecutor.__call__ = start
+    interpreter.InterpretedFunction.__call__ = call
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    _patch_the_language_once_a_launch()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
