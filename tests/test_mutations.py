@@ -99,7 +99,7 @@ DRAFT_ROWS = "scaled = _scaled_rows(draft_logits, *params)"
 LOG_Q = "scaled.log_softmax(-1) if draft_lse is None else scaled - draft_lse[..., None]"
 OF_ITSELF = Edit(JUDGE, LOG_Q, "scaled.log_softmax(-1)")
 LAST_ROW = "last = raced[row, num_accepted]"
-LAST_P = "_residual(log_p[row, num_accepted]"
+LAST_P = "_recovering(last, log_p[row, num_accepted]"
 
 NOISE = {
     "draft-and-residual-share-noise": bug("rejection", Edit(JUDGE, "int(Stream.RECOVERED)", "int(Stream.DRAFT)")),
@@ -150,7 +150,10 @@ DISTRIBUTIONS = {
         "temperature", Edit(JUDGE, "raced = _scaled_rows(target_logits, *params)", "raced = target_logits.float()")
     ),
     "residual-is-p": bug("rejection", Edit(JUDGE, "rejected & (residual > NEG_INF).any(-1)", "rejected & False")),
-    "residual-wrongly-normalised": bug("rejection", Edit(JUDGE, "log_q[row, at]).log()", "log_q[row, at])")),
+    "residual-wrongly-normalised": bug(
+        "rejection",
+        Edit(judging._recovering, "_residual(log_p, weight, log_q).log()", "_residual(log_p, weight, log_q)"),
+    ),
     "residual-not-clamped": bug("rejection", Edit(judging._residual, ".clamp(min=0)", "")),
     "residual-of-absolute-differences": bug("rejection", Edit(judging._residual, ".clamp(min=0)", ".abs()")),
     "bonus-from-q": bug(
@@ -162,7 +165,7 @@ DISTRIBUTIONS = {
         ),
     ),
     "certain-draft-comes-back": bug(
-        "certain", Edit(JUDGE, "last.scatter(-1, drafts[row, at][:, None], NEG_INF)", "last")
+        "certain", Edit(judging._recovering, "last.scatter(-1, drafts[:, None], NEG_INF)", "last")
     ),
     "block-weight-not-in-the-residual": bug(
         "block", Edit(judging._block, "accepted, weight.gather", "accepted, torch.ones_like(weight).gather")
