@@ -105,6 +105,12 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
+def few_row_tests(monkeypatch):
+    """Of thousands of rows they take seconds for each command."""
+    monkeypatch.setattr("specdec_triton.exactness._OUTPUTS", 2**12)
+
+
+@pytest.fixture(autouse=True)
 def no_network(monkeypatch):
     monkeypatch.setattr(model_names, "_hub_unreachable", lambda: True)
 

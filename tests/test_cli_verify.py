@@ -48,6 +48,7 @@ def folders(tmp_path_factory):
 def command(folders, capsys, monkeypatch, tmp_path):
     """``command(...)`` runs verify on two prompts with few tokens and samples: (status, stdout, stderr)."""
     monkeypatch.setattr(model_names, "_hub_unreachable", lambda: True)
+    monkeypatch.setattr("specdec_triton.exactness._OUTPUTS", 2**12)  # row tests take seconds for each command
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"{PROMPT}\n\nw2 w9 w2 w9\n")
     few = ["--max-new-tokens", "8", "--samples", "100", "-k", "2", "--dtype", "float32"]
