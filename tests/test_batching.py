@@ -73,13 +73,14 @@ def test_alone_is_plain():
 
 @MODES
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_500_requests(drafter, mode):
+def test_hundreds_of_requests(drafter, mode):
     """faults.md E9, E10, G1, G4: 8 slots, random lengths, random cancels, a pool that holds the longest and little more."""
+    count = 250 if drafter == "model" else 500  # a draft model's rounds take four times as long
     rng = random.Random(f"{drafter} {mode}")
     engine = decoder(mode, DRAFTERS[drafter](), 3, num_pages=18, max_batch_size=8)
     submitted, waiting = [], 0
-    while len(submitted) < 500 or waiting:
-        for _ in range(rng.choice([0, 1, 2, 9]) if len(submitted) < 500 else 0):
+    while len(submitted) < count or waiting:
+        for _ in range(rng.choice([0, 1, 2, 9]) if len(submitted) < count else 0):
             prompt, seed, text = rng.choice(jobs())
             new, k = rng.randint(1, NEW), rng.choice([None, None, 0, 1, 5])
             handle = engine.submit(prompt, params(seed, max_new_tokens=new, num_draft_tokens=k))
@@ -90,7 +91,7 @@ def test_500_requests(drafter, mode):
         if alive and rng.random() < 0.1:
             rng.choice(alive).cancel()
             check(engine)
-    assert len(submitted) >= 500
+    assert len(submitted) >= count
     assert engine.free_pages == engine.num_pages
     ends = {"cancelled": 0, "length": 0}
     for handle, text in submitted:

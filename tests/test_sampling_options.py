@@ -238,7 +238,7 @@ def test_distribution_beside_dead_ends(method, mode):
     """What stands behind a draft that leads nowhere has no influence on whether that draft is accepted."""
     rules = {"no_repeat_ngram_size": 1, "allowed_token_ids": [11, 12, 13], "temperature": 3.0, "max_new_tokens": 2}
     engine = decoder(mode, DraftModel(toy_model(seed=1)), 3, method=method, max_batch_size=64)
-    outputs = engine.generate([PROMPT] * 2000, SamplingParams(**rules, stop_token_ids=[12]))
+    outputs = engine.generate([PROMPT] * 1000, SamplingParams(**rules, stop_token_ids=[12]))
     first = own_logits(target().model, PROMPT)[-1]
     expected = {}
     for i in (11, 13):
