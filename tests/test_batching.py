@@ -101,10 +101,10 @@ def test_hundreds_of_requests(drafter, mode):
             assert handle.output.token_ids == text
         else:
             assert handle.output.token_ids == text[: len(handle.output.token_ids)]
-    assert min(ends.values()) > 20
+    assert min(ends.values()) > count // 25
     assert engine.stats.requests == ends
-    assert engine.stats.preemptions > 20
-    assert engine.stats.shared_tokens > 200
+    assert engine.stats.preemptions > count // 25
+    assert engine.stats.shared_tokens > 2 * count // 5
     assert engine.stats.pages_in_use == 0
 
 
