@@ -47,3 +47,9 @@ class CheckpointPages:
         first, last = -(-start // PAGESIZE) * PAGESIZE, end // PAGESIZE * PAGESIZE
         if first < last:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED)
+
+
+def trim() -> None:
+    """Hand what packing has freed back to the system; glibc would keep it for this process."""
+    if sys.platform.startswith("linux") and (release := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        release(0)

@@ -26,7 +26,7 @@ from torch import nn
 from specdec_triton._checks import check_bool, require
 from specdec_triton.errors import UnsupportedModelError
 from specdec_triton.exactness import kernels_backend
-from specdec_triton.fusion.checkpoint_pages import CheckpointPages
+from specdec_triton.fusion.checkpoint_pages import CheckpointPages, trim
 from specdec_triton.fusion.decoder_layer import LayerForms
 from specdec_triton.fusion.norms import FusedRMSNorm, fused_norm
 from specdec_triton.fusion.packed_linear import PackedLinear, best_packing
@@ -83,6 +83,8 @@ def optimize(model: Any, *, kernels: bool | None = None) -> Any:
     if not kernels and not replaced:
         packing = best_packing(module for _, _, module in _children(model) if _is_plain_linear(module))
     pages, forms = CheckpointPages(), LayerForms(kernels=kernels)
+    if (head := model.get_output_embeddings()) is not None:
+        _pack(model, packing, pages, head)  # the largest first, while little else takes memory
     for parent, name, module in _children(model):
         layer = getattr(getattr(module, "self_attn", None), "layer_idx", None)
         if observation is None or layer is None or module not in short_pass.arguments or is_steered(module):
@@ -188,14 +190,17 @@ def _fuse_siblings(root: nn.Module, siblings: list[tuple[nn.Module, list[str]]],
                 pages.release(weight)
 
 
-def _pack(root: nn.Module, packing: type[PackedLinear] | None, pages: CheckpointPages) -> None:
-    """Pack the linear layers inside ``root`` that the packing can hold."""
+def _pack(
+    root: nn.Module, packing: type[PackedLinear] | None, pages: CheckpointPages, only: nn.Module | None = None
+) -> None:
+    """Pack the linear layers inside ``root`` that the packing can hold, or one of them."""
     if packing is None:
         return
     for parent, name, module in _children(root):
-        if _is_plain_linear(module) and packing.can_pack(module.weight):
+        if only in (None, module) and _is_plain_linear(module) and packing.can_pack(module.weight):
             setattr(parent, name, packing(module.weight, module.bias))
             pages.release(module.weight)
+    trim()
 
 
 def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
