@@ -69,7 +69,7 @@ def make_plan(
     return _plan(threading.get_ident(), tables, contexts, counts, count, page_size)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)  # its buffers hold a pass's keys
 def _plan(
     thread: int,  # a plan holds buffers: threads must not share one
     tables: tuple[tuple[int, ...], ...],
