@@ -103,6 +103,12 @@ def _no_backend_override(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
+def few_row_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For commands that load a model of toy size each: of thousands of rows, the tests at the start take seconds."""
+    monkeypatch.setattr("specdec_triton.exactness._OUTPUTS", 2**12)
+
+
+@pytest.fixture
 def few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """``verify_attention`` with 2 splits and chunks of 64 keys: programs walk over several chunks, and there are few programs."""
     if why_not_triton("verify_attention", "cpu") is None:

@@ -24,6 +24,7 @@ from specdec_triton.cli.stream import TextStream, decode
 from specdec_triton.engine import SpeculativeDecoder
 from specdec_triton.engine.request import GenerationStats
 
+pytestmark = pytest.mark.usefixtures("few_row_tests")
 hub_unreachable = model_names._hub_unreachable
 CONTEXT = 64
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(57))]
@@ -102,12 +103,6 @@ def folders(tmp_path_factory):
     (root / "broken").mkdir()
     (root / "broken" / "config.json").write_text("{")
     return made | {name: str(root / name) for name in ("mamba", "headless", "empty", "broken")}
-
-
-@pytest.fixture(autouse=True)
-def few_row_tests(monkeypatch):
-    """Of thousands of rows they take seconds for each command."""
-    monkeypatch.setattr("specdec_triton.exactness._OUTPUTS", 2**12)
 
 
 @pytest.fixture(autouse=True)

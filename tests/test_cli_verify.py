@@ -16,6 +16,7 @@ from specdec_triton.cli import main, verify
 from specdec_triton.testing import TOY_VOCAB, toy_model
 from specdec_triton.verification import Check
 
+pytestmark = pytest.mark.usefixtures("few_row_tests")
 PROMPT = "w3 w5 w7 w3 w5 w7 w3"
 
 
@@ -48,7 +49,6 @@ def folders(tmp_path_factory):
 def command(folders, capsys, monkeypatch, tmp_path):
     """``command(...)`` runs verify on two prompts with few tokens and samples: (status, stdout, stderr)."""
     monkeypatch.setattr(model_names, "_hub_unreachable", lambda: True)
-    monkeypatch.setattr("specdec_triton.exactness._OUTPUTS", 2**12)  # row tests take seconds for each command
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"{PROMPT}\n\nw2 w9 w2 w9\n")
     few = ["--max-new-tokens", "8", "--samples", "100", "-k", "2", "--dtype", "float32"]

@@ -99,7 +99,7 @@ DRAFT_ROWS = "scaled = _scaled_rows(draft_logits, *params)"
 LOG_Q = "scaled.log_softmax(-1) if draft_lse is None else scaled - draft_lse[..., None]"
 OF_ITSELF = Edit(JUDGE, LOG_Q, "scaled.log_softmax(-1)")
 LAST_ROW = "last = raced[row, num_accepted]"
-LAST_P = "_recovering(last, log_p[row, num_accepted]"
+LAST_P = "_residual(log_p[row, num_accepted]"
 
 NOISE = {
     "draft-and-residual-share-noise": bug("rejection", Edit(JUDGE, "int(Stream.RECOVERED)", "int(Stream.DRAFT)")),
@@ -152,7 +152,7 @@ DISTRIBUTIONS = {
     "residual-is-p": bug("rejection", Edit(JUDGE, "rejected & (residual > NEG_INF).any(-1)", "rejected & False")),
     "residual-wrongly-normalised": bug(
         "rejection",
-        Edit(judging._recovering, "_residual(log_p, weight, log_q).log()", "_residual(log_p, weight, log_q)"),
+        Edit(judging._recovering, "log_q[row, at]).log()", "log_q[row, at])"),
     ),
     "residual-not-clamped": bug("rejection", Edit(judging._residual, ".clamp(min=0)", "")),
     "residual-of-absolute-differences": bug("rejection", Edit(judging._residual, ".clamp(min=0)", ".abs()")),
@@ -165,7 +165,7 @@ DISTRIBUTIONS = {
         ),
     ),
     "certain-draft-comes-back": bug(
-        "certain", Edit(judging._recovering, "last.scatter(-1, drafts[:, None], NEG_INF)", "last")
+        "certain", Edit(judging._recovering, "last.scatter(-1, drafts[row, at][:, None], NEG_INF)", "last")
     ),
     "block-weight-not-in-the-residual": bug(
         "block", Edit(judging._block, "accepted, weight.gather", "accepted, torch.ones_like(weight).gather")
@@ -201,9 +201,12 @@ PLACES = {
     "next-target-row": bug("mixed", Edit(Judge.packed_rows, "[request] + step", "[request] + step + 1")),
     "target-row-before": bug(
         "rejection",
-        *(Edit(JUDGE, x, x.replace("num_accepted", "(num_accepted - 1).clamp(min=0)")) for x in (LAST_ROW, LAST_P)),
+        *(
+            Edit(function, x, x.replace("num_accepted", "(num_accepted - 1).clamp(min=0)"))
+            for function, x in ((JUDGE, LAST_ROW), (judging._recovering, LAST_P))
+        ),
     ),
-    "next-draft-row": bug("rejection", Edit(JUDGE, "at = num_accepted.clamp", "at = (num_accepted + 1).clamp")),
+    "next-draft-row": bug("rejection", Edit(judging._recovering, ", num_accepted.clamp", ", (num_accepted + 1).clamp")),
     "context-one-short": bug("rejection", Edit(Rounds._verify, "(lens - 1).clamp", "(lens - 2).clamp")),
     "foreign-ids-become-drafts": bug(
         "foreign",

@@ -15,7 +15,7 @@ decoder layer's output in fp32 (on the meta device, where there are no numbers, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -83,8 +83,8 @@ def optimize(model: Any, *, kernels: bool | None = None) -> Any:
     if not kernels and not replaced:
         packing = best_packing(module for _, _, module in _children(model) if _is_plain_linear(module))
     pages, forms = CheckpointPages(), LayerForms(kernels=kernels)
-    if (head := model.get_output_embeddings()) is not None:
-        _pack(model, packing, pages, head)  # the largest first, while little else takes memory
+    head = model.get_output_embeddings()
+    _pack((child for child in _children(model) if child[2] is head), packing, pages)  # the largest, while there is room
     for parent, name, module in _children(model):
         layer = getattr(getattr(module, "self_attn", None), "layer_idx", None)
         if observation is None or layer is None or module not in short_pass.arguments or is_steered(module):
@@ -93,11 +93,11 @@ def optimize(model: Any, *, kernels: bool | None = None) -> Any:
         call = next(call for call in observation.calls if call.layer == layer)
         order, arguments = short_pass.orders[module], short_pass.arguments[module]
         index = forms.find(module, order, call, arguments, observation.layers)
-        _pack(module, packing, pages)
+        _pack(_children(module), packing, pages)
         if index is not None:
             setattr(parent, name, forms.fused(module, order, call, index))
     _fuse_siblings(model, short_pass.siblings, pages)
-    _pack(model, packing, pages)
+    _pack(_children(model), packing, pages)
     if packing is not None:
         _widen(model)
     if not short_pass.logits.is_meta:
@@ -191,13 +191,13 @@ def _fuse_siblings(root: nn.Module, siblings: list[tuple[nn.Module, list[str]]],
 
 
 def _pack(
-    root: nn.Module, packing: type[PackedLinear] | None, pages: CheckpointPages, only: nn.Module | None = None
+    children: Iterable[tuple[nn.Module, str, nn.Module]], packing: type[PackedLinear] | None, pages: CheckpointPages
 ) -> None:
-    """Pack the linear layers inside ``root`` that the packing can hold, or one of them."""
+    """Pack those of the children (see ``_children``) that are linear layers which the packing can hold."""
     if packing is None:
         return
-    for parent, name, module in _children(root):
-        if only in (None, module) and _is_plain_linear(module) and packing.can_pack(module.weight):
+    for parent, name, module in children:
+        if _is_plain_linear(module) and packing.can_pack(module.weight):
             setattr(parent, name, packing(module.weight, module.bias))
             pages.release(module.weight)
     trim()

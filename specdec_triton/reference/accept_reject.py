@@ -99,9 +99,7 @@ def accept_reject(
     rejected = num_accepted < lens
     last = raced[row, num_accepted]
     if k > 0 and method != "typical":
-        at = num_accepted.clamp(max=k - 1)
-        q = None if log_q is None else log_q[row, at]
-        residual = _recovering(last, log_p[row, num_accepted], weight, q, drafts[row, at])
+        residual = _recovering(last, log_p, weight, log_q, drafts, num_accepted)
         # p = q up to rounding leaves no residual; a rejection there has probability zero, and p is the right answer.
         use_residual = rejected & (residual > NEG_INF).any(-1)
         last = torch.where(use_residual[:, None], residual, last)
@@ -186,13 +184,19 @@ def _residual(log_p: torch.Tensor, weight: torch.Tensor, log_q: torch.Tensor) ->
 
 
 def _recovering(
-    last: torch.Tensor, log_p: torch.Tensor, weight: torch.Tensor, log_q: torch.Tensor | None, drafts: torch.Tensor
+    last: torch.Tensor,
+    log_p: torch.Tensor,
+    weight: torch.Tensor,
+    log_q: torch.Tensor | None,
+    drafts: torch.Tensor,
+    num_accepted: torch.Tensor,
 ) -> torch.Tensor:
-    """Logits ``[B,V]`` of the token in place of a rejected draft ``[B]``: of the residual, which for a one-hot q is p without
-    the draft. ``last [B,V]`` are the logits of p."""
+    """Logits ``[B,V]`` of the token in place of the first rejected draft: of the residual, which for a one-hot q is p without
+    the draft. ``last [B,V]`` are the logits of p there."""
+    row, at = torch.arange(len(drafts), device=drafts.device), num_accepted.clamp(max=drafts.shape[1] - 1)
     if log_q is None:
-        return last.scatter(-1, drafts[:, None], NEG_INF)
-    return _residual(log_p, weight, log_q).log()
+        return last.scatter(-1, drafts[row, at][:, None], NEG_INF)
+    return _residual(log_p[row, num_accepted], weight, log_q[row, at]).log()
 
 
 def prefix(accepted: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -59,6 +58,9 @@ class Plan:
         return take, *self.locate(b, torch.tensor(self.contexts)[b] + t)
 
 
+_latest = threading.local()  # a plan holds buffers for a pass's keys: one is kept, and threads share none
+
+
 def make_plan(
     block_table: torch.Tensor, context_lens: torch.Tensor, query_lens: torch.Tensor | None, count: int, page_size: int
 ) -> Plan:
@@ -66,19 +68,11 @@ def make_plan(
     contexts = tuple(context_lens.tolist())
     counts = (count,) * len(contexts) if query_lens is None else tuple(query_lens.tolist())
     tables = tuple(map(tuple, block_table.tolist()))
-    return _plan(threading.get_ident(), tables, contexts, counts, count, page_size)
-
-
-@lru_cache(maxsize=1)  # its buffers hold a pass's keys
-def _plan(
-    thread: int,  # a plan holds buffers: threads must not share one
-    tables: tuple[tuple[int, ...], ...],
-    contexts: tuple[int, ...],
-    counts: tuple[int, ...],
-    count: int,
-    page_size: int,
-) -> Plan:
-    return Plan(tables, contexts, counts, count, page_size)
+    key = (tables, contexts, counts, count, page_size)
+    if getattr(_latest, "key", None) != key:
+        _latest.key, _latest.plan = key, Plan(*key)
+    plan: Plan = _latest.plan
+    return plan
 
 
 def load(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from gpu_checks.common import DTYPES, add, call, on_gpu
 from specdec_triton import ops
+from specdec_triton.reference.head_stats import finished
 from specdec_triton.testing import batch_of
 
 
@@ -22,10 +23,7 @@ def check_head(method: str, dtype: torch.dtype, vocab: int, width: int, batch: i
     params = on_gpu(batch_of(batch, position=17, temperature=0.8))
     params.temperature[::3] = 0.0
     logits = ops.skinny_linear(hidden.flatten(0, 1), weight, backend="triton").view(batch, k + 1, vocab)
-    if "scale" in options:
-        logits = logits * options["scale"]
-    if "softcap" in options:
-        logits = torch.tanh(logits / options["softcap"]) * options["softcap"]
+    logits = finished(logits, options.get("scale"), options.get("softcap"))
     drawn = [ops.sample(logits[:, j], params=params.after(j), backend="triton") for j in range(k)]
     drafts = torch.stack(drawn, 1) if method == "coupled" else logits[:, :k].argmax(-1)
     drafts[1 % batch, k - 1], drafts[2 % batch, 0] = -1, vocab
