@@ -23,7 +23,7 @@ import triton.language as tl
 
 from specdec_triton.kernels._config import EXACT, at_most_registers, chip_of
 from specdec_triton.kernels._primitives import NEG_INF, STREAM_COUPLED, gumbel_of, inverse_of, scaled_logits
-from specdec_triton.kernels._splits import HIGHEST, SPLIT_V, is_skipped, merge_sums, pick_best, two_sum
+from specdec_triton.kernels._splits import HIGHEST, SPLIT_V, depth_of, is_skipped, merge_sums, pick_best, two_sum
 
 GROUP = 32  # tokens that share a maximum
 _PEAKS = 8192  # group maxima of a row: one size up to V = 262,144
@@ -86,6 +86,7 @@ def _candidates_kernel(
     BLOCK: tl.constexpr,
     HAS_LENS: tl.constexpr,
     HAS_TYPICAL: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
     b, row = at // all_rows, (at % all_rows).to(tl.int32)
@@ -97,7 +98,7 @@ def _candidates_kernel(
         return
     if HAS_LENS:
         length = tl.load(lens_ptr + b)
-        if is_skipped(row, rows, length):
+        if is_skipped(row, rows, length, TREE):
             return
     part = tl.arange(0, BLOCK_S)
     entry = at * splits + part
@@ -253,11 +254,13 @@ def _cut_kernel(
     typical_p_ptr,
     seed_ptr,
     position_ptr,
+    parents_ptr,
     vocab,
     rows,
     all_rows,  # R
     splits,
     node,
+    stride_parents,
     stride_logits_batch,
     stride_logits_row,
     stride_draft_batch,
@@ -268,6 +271,7 @@ def _cut_kernel(
     BLOCK_G: tl.constexpr,
     HAS_DRAFT: tl.constexpr,
     HAS_TYPICAL: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
     b, row = at // all_rows, (at % all_rows).to(tl.int32)
@@ -333,7 +337,7 @@ def _cut_kernel(
         if STREAM >= 0:
             position = tl.load(position_ptr + b)
             if STREAM == STREAM_COUPLED:
-                position += row
+                position += depth_of(row, parents_ptr + b * stride_parents, TREE)
             quad = group[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
             value, rest = two_sum(s, gumbel_of(tl.load(seed_ptr + b), position, node, STREAM, quad))
         value = tl.reshape(tl.where(kept, value, NEG_INF), [BLOCK_G * GROUP])
@@ -360,7 +364,7 @@ def filter_rows(
     logits: torch.Tensor,
     draft_logits: torch.Tensor | None,
     params: tuple[torch.Tensor | None, ...],
-    noise: tuple[torch.Tensor, torch.Tensor],
+    noise: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     strides: tuple[int, ...],
     stream: int,
     node: int,
@@ -370,8 +374,8 @@ def filter_rows(
 
     Args:
         stats ``[B,R,splits,3]``, best ``[B,R,splits,2]``, best_id ``[B,R,splits]``, peaks ``[B,R,splits * SPLIT_V / GROUP]``: in place.
-        params: temperature, top_k, top_p, min_p, typical_p or None, draft lengths or None. noise: seed, position. strides: of logits'
-            requests and rows, and of draft_logits'.
+        params: temperature, top_k, top_p, min_p, typical_p or None, draft lengths or None. noise: seed, position, parents or None. strides: of parents,
+            of logits' requests and rows, and of draft_logits'.
     """
     batch, all_rows, splits = best_id.shape
     rows, vocab = logits.shape[1:]
@@ -380,7 +384,13 @@ def filter_rows(
     candidates = torch.empty_like(peaks, dtype=torch.int32)
     bound = torch.empty(batch, all_rows, 2, dtype=torch.int32, device=device)
     sizes = (vocab, rows, all_rows, splits)
-    flags = {"SPLIT": SPLIT_V, "GROUP": GROUP, "HAS_TYPICAL": params[-2] is not None, **EXACT}
+    flags = {
+        "SPLIT": SPLIT_V,
+        "GROUP": GROUP,
+        "HAS_TYPICAL": params[-2] is not None,
+        "TREE": noise[2] is not None,
+        **EXACT,
+    }
     grid = (batch * all_rows,)
     _candidates_kernel[grid](
         candidates,

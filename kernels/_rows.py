@@ -16,7 +16,7 @@ import triton.language as tl
 from specdec_triton.kernels._config import EXACT
 from specdec_triton.kernels._filters import GROUP, filter_rows, filters_at_all
 from specdec_triton.kernels._primitives import NEG_INF, STREAM_COUPLED, gumbel, inverse_of
-from specdec_triton.kernels._splits import SPLIT_V, is_skipped, load_row, pick_best, two_sum
+from specdec_triton.kernels._splits import SPLIT_V, depth_of, is_skipped, load_row, pick_best, two_sum
 
 
 @triton.jit
@@ -47,15 +47,18 @@ def _row_stats_kernel(
     lens_ptr,  # int32 [B]: drafts; target rows past them, and draft rows from them on, are skipped
     seed_ptr,  # int64 [B]
     position_ptr,  # int64 [B]
+    parents_ptr,  # int64 [B,rows] (TREE)
     vocab,
     rows,
     all_rows,  # R
     node,
+    stride_parents,
     stride_logits_batch,
     stride_logits_row,
     stride_draft_batch,
     stride_draft_row,
     STREAM: tl.constexpr,  # of the race's noise; -1: argmax
+    TREE: tl.constexpr,  # the target rows are a tree's nodes, of which lens counts the root too
     SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
     GREEDY: tl.constexpr,  # every request, whatever its temperature
@@ -72,7 +75,7 @@ def _row_stats_kernel(
     inverse = inverse_of(temperature)
     if HAS_LENS:
         length = tl.load(lens_ptr + b)
-        if is_skipped(row, rows, length):
+        if is_skipped(row, rows, length, TREE):
             return
     if HAS_FILTERS:
         typical_p = tl.load(typical_p_ptr + b) if HAS_TYPICAL else 1.0
@@ -100,7 +103,7 @@ def _row_stats_kernel(
         if temperature > 0:
             position = tl.load(position_ptr + b)
             if STREAM == STREAM_COUPLED:
-                position += row
+                position += depth_of(row, parents_ptr + b * stride_parents, TREE)
             high, low = two_sum(s, gumbel(tl.load(seed_ptr + b), position, node, STREAM, first, SPLIT))
     at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + split
     _store_part(stats_ptr, at, s, bad, ENTROPY)
@@ -145,13 +148,18 @@ def row_stats(
     position: torch.Tensor,
     *,
     has_filters: bool,
+    parents: torch.Tensor | None = None,
     stream: int = -1,
     node: int = 0,
     greedy: bool = False,
     entropy: bool = False,
     drafts_for_filters: bool = False,
 ) -> RowStats:
-    """Statistics of logits ``[B,rows,V]`` and, behind them, draft_logits ``[B,K,V]``: one launch, three with filters."""
+    """Statistics of logits ``[B,rows,V]`` and, behind them, draft_logits ``[B,K,V]``: one launch, three with filters.
+
+    Args:
+        parents: int64 ``[B,rows]``, of a tree whose nodes the rows are; None: rows follow one another.
+    """
     batch, rows, vocab = logits.shape
     all_rows = rows + (draft_logits.shape[1] if draft_logits is not None else 0)
     splits = triton.cdiv(vocab, SPLIT_V)
@@ -162,8 +170,13 @@ def row_stats(
 
     stats, best, best_id = empty(*shape, 3), empty(*shape, 2), empty(*shape, dtype=torch.int32)
     peaks = empty(*shape, SPLIT_V // GROUP) if has_filters else None
-    params, noise = (temperature, top_k, top_p, min_p, typical_p, lens), (seed, position)
-    strides = (*logits.stride()[:2], *(draft_logits.stride()[:2] if draft_logits is not None else (0, 0)))
+    params, noise = (temperature, top_k, top_p, min_p, typical_p, lens), (seed, position, parents)
+    stride_parents = 0 if parents is None else parents.stride(0)
+    strides = (
+        stride_parents,
+        *logits.stride()[:2],
+        *(draft_logits.stride()[:2] if draft_logits is not None else (0, 0)),
+    )
     _row_stats_kernel[(batch * all_rows, splits)](
         stats,
         best,
@@ -179,6 +192,7 @@ def row_stats(
         node,
         *strides,
         STREAM=stream,
+        TREE=parents is not None,
         SPLIT=SPLIT_V,
         GROUP=GROUP,
         GREEDY=greedy,

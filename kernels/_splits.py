@@ -44,6 +44,16 @@ def pick_best(high, low, token):
 
 
 @triton.jit
+def store_winner(race_ptr, race_id_ptr, at, value, noise, token):
+    """The winner of a race in one part, as entry ``at``."""
+    high, low = two_sum(value, noise)
+    best, best_low, best_id = pick_best(high, low, token)
+    tl.store(race_ptr + at * 2, best)
+    tl.store(race_ptr + at * 2 + 1, best_low)
+    tl.store(race_id_ptr + at, best_id)
+
+
+@triton.jit
 def merge_sums(stats_ptr, at, mask):
     """Maximum m over the last axis of the parts at ``at``, and log of the sum of exp(s - m).
 
@@ -82,6 +92,22 @@ def merge_winners(best_ptr, best_id_ptr, at, mask):
 
 
 @triton.jit
-def is_skipped(row, rows, length):
-    """Target rows past the draft, and draft rows from its end on, are nobody's."""
-    return ((row < rows) & (row > length)) | (row >= rows + length)
+def is_skipped(row, rows, length, TREE: tl.constexpr):
+    """Target rows past the draft, and draft rows from its end on, are nobody's. A tree's length counts its root, and draft rows are its
+    nodes' too."""
+    chain = ((row < rows) & (row > length)) | (row >= rows + length)
+    return (row % rows >= length) if TREE else chain
+
+
+@triton.jit
+def depth_of(row, parents_ptr, TREE: tl.constexpr):
+    """How many tokens come between the row's request's first target row and this one."""
+    if TREE:
+        depth, node = 0, row
+        while node > 0:
+            # A parent comes before its children: whatever a table holds, this ends.
+            node = tl.minimum(tl.load(parents_ptr + node).to(tl.int32), node - 1)
+            depth += 1
+    else:
+        depth = row
+    return depth

@@ -41,8 +41,7 @@ from specdec_triton.kernels._splits import (
     merge_entropy,
     merge_sums,
     merge_winners,
-    pick_best,
-    two_sum,
+    store_winner,
 )
 
 REJECTION: tl.constexpr = tl.constexpr(0)
@@ -119,16 +118,6 @@ def _keep_winners_kernel(
     accepted = _first_miss((step < usable) & (drafts == winner), step, k)
     last = tl.sum(tl.where(step == accepted, winner, 0), 0)
     _emit(tokens_ptr, num_accepted_ptr, status_ptr, b, k, length, drafts, accepted, last, peak, BLOCK_T)
-
-
-@triton.jit
-def _store_winner(race_ptr, race_id_ptr, at, value, noise, token):
-    """The winner of a race in one part, as entry ``at``."""
-    high, low = two_sum(value, noise)
-    best, best_low, best_id = pick_best(high, low, token)
-    tl.store(race_ptr + at * 2, best)
-    tl.store(race_ptr + at * 2 + 1, best_low)
-    tl.store(race_id_ptr + at, best_id)
 
 
 @triton.jit
@@ -249,7 +238,7 @@ def _race_kernel(
     s = tl.where(s == s, s, NEG_INF)
     noise = gumbel(seed, position, row, stream, first, SPLIT)
     at = (race * splits + split) * 2
-    _store_winner(race_ptr, race_id_ptr, at + 1, s, noise, token)
+    store_winner(race_ptr, race_id_ptr, at + 1, s, noise, token)
     if METHOD != TYPICAL:
         if rejected:
             if HAS_DRAFT:
@@ -268,7 +257,7 @@ def _race_kernel(
                     tl.store(mass_ptr + race * splits + split, tl.sum(tl.maximum(residual, 0.0), 0))
             else:  # p without the draft: no probability, so that nothing depends on the splits
                 value = tl.where(token == tl.sum(tl.where(step == row, drafts, 0), 0), NEG_INF, s)
-            _store_winner(race_ptr, race_id_ptr, at, value, noise, token)
+            store_winner(race_ptr, race_id_ptr, at, value, noise, token)
 
 
 @triton.jit(do_not_specialize=[*_RUNTIME, "race_rows"])

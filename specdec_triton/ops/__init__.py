@@ -17,20 +17,25 @@ from specdec_triton.ops.paged import append_kv, compact_kv, rope_append, verify_
 from specdec_triton.ops.rowwise import gated_mlp_activation, rms_norm
 from specdec_triton.ops.rules import apply_logit_rules
 from specdec_triton.ops.sampling import BY_PROBABILITY, METHODS, PATHLESS, AcceptResult, accept_reject, sample
+from specdec_triton.ops.trees import MAX_NODES, TREE_METHODS, TreeAcceptResult, accept_tree
 from specdec_triton.reference.accept_reject import PAD
 from specdec_triton.sampling import SamplingBatch
 
 __all__ = [
     "BY_PROBABILITY",
+    "MAX_NODES",
     "METHODS",
     "PAD",
     "PATHLESS",
+    "TREE_METHODS",
     "AcceptResult",
     "HeadStats",
     "LogitRules",
     "SamplingBatch",
+    "TreeAcceptResult",
     "accept_reject",
     "accept_stats",
+    "accept_tree",
     "append_kv",
     "apply_logit_rules",
     "compact_kv",

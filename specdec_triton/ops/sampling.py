@@ -30,14 +30,14 @@ class AcceptResult(NamedTuple):
 BY_PROBABILITY = ("rejection", "block")  # methods that judge a draft by the probability it was drawn with
 PATHLESS = (*BY_PROBABILITY, "typical")  # of which a text depends on how its rounds fell
 
-_PARAMS = (
+PARAMS_SCHEMA = (
     "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor? typical_p, Tensor seed, Tensor position,"
     " bool? has_filters"
 )
 
 _accept_reject = register(
     "accept_reject(Tensor draft_tokens, Tensor target_logits, Tensor? draft_logits, Tensor? draft_lse,"
-    f" Tensor? draft_lens, {_PARAMS}, str method, float epsilon, float delta, str backend) -> (Tensor, Tensor, Tensor)",
+    f" Tensor? draft_lens, {PARAMS_SCHEMA}, str method, float epsilon, float delta, str backend) -> (Tensor, Tensor, Tensor)",
     fake=lambda drafts, *rest: (
         drafts.new_empty((drafts.shape[0], drafts.shape[1] + 1)),
         drafts.new_empty((drafts.shape[0],), dtype=torch.int32),
@@ -45,7 +45,7 @@ _accept_reject = register(
     ),
 )
 _sample = register(
-    f"sample(Tensor logits, {_PARAMS}, int? node, str backend) -> (Tensor, Tensor)",
+    f"sample(Tensor logits, {PARAMS_SCHEMA}, int? node, str backend) -> (Tensor, Tensor)",
     fake=lambda logits, *rest: (
         logits.new_empty((logits.shape[0],), dtype=torch.int64),
         logits.new_empty((logits.shape[0],), dtype=torch.float32),
@@ -113,17 +113,14 @@ def accept_reject(
         check_tensor("draft_lse", draft_lse, (batch, rows - 1), target_logits)
         require(draft_lse.dtype == torch.float32, "draft_lse", "float32", draft_lse.dtype)
     draft_lens = lengths(draft_lens, batch, rows - 1, target_logits)
-    for name, value in (("typical_epsilon", typical_epsilon), ("typical_delta", typical_delta)):
-        ok = isinstance(value, (int, float)) and 0 <= value <= 1
-        require(ok, name, "a number from 0 to 1", repr(value))
+    epsilon, delta = check_typical(typical_epsilon, typical_delta)
     fields = unpacked(params, batch, target_logits)
     chosen = resolve_backend(backend, "accept_reject", target_logits)
     return AcceptResult(
         *_accept_reject(
-            draft_tokens, target_logits, draft_logits, draft_lse, draft_lens, *fields, method,
-            float(typical_epsilon), float(typical_delta), chosen,
+            draft_tokens, target_logits, draft_logits, draft_lse, draft_lens, *fields, method, epsilon, delta, chosen
         )
-    )  # fmt: skip
+    )
 
 
 def sample(
@@ -169,6 +166,14 @@ def lengths(draft_lens: torch.Tensor | None, batch: int, k: int, like: torch.Ten
         low, high = int(draft_lens.min()), int(draft_lens.max())
         require(low >= 0 and high <= k, "draft_lens", f"from 0 to K = {k}", (low, high))
     return draft_lens
+
+
+def check_typical(epsilon: float, delta: float) -> tuple[float, float]:
+    """The parameters of ``typical``, from 0 to 1."""
+    for name, value in (("typical_epsilon", epsilon), ("typical_delta", delta)):
+        ok = isinstance(value, (int, float)) and 0 <= value <= 1
+        require(ok, name, "a number from 0 to 1", repr(value))
+    return float(epsilon), float(delta)
 
 
 def unpacked(params: SamplingBatch, batch: int, like: torch.Tensor) -> tuple:
