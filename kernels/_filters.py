@@ -337,7 +337,7 @@ def _cut_kernel(
         if STREAM >= 0:
             position = tl.load(position_ptr + b)
             if STREAM == STREAM_COUPLED:
-                position += depth_of(row, parents_ptr + b * stride_parents, TREE)
+                position += depth_of(row, parents_ptr, b * stride_parents, TREE)
             quad = group[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
             value, rest = two_sum(s, gumbel_of(tl.load(seed_ptr + b), position, node, STREAM, quad))
         value = tl.reshape(tl.where(kept, value, NEG_INF), [BLOCK_G * GROUP])

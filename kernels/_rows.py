@@ -103,7 +103,7 @@ def _row_stats_kernel(
         if temperature > 0:
             position = tl.load(position_ptr + b)
             if STREAM == STREAM_COUPLED:
-                position += depth_of(row, parents_ptr + b * stride_parents, TREE)
+                position += depth_of(row, parents_ptr, b * stride_parents, TREE)
             high, low = two_sum(s, gumbel(tl.load(seed_ptr + b), position, node, STREAM, first, SPLIT))
     at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + split
     _store_part(stats_ptr, at, s, bad, ENTROPY)

@@ -100,13 +100,13 @@ def is_skipped(row, rows, length, TREE: tl.constexpr):
 
 
 @triton.jit
-def depth_of(row, parents_ptr, TREE: tl.constexpr):
+def depth_of(row, parents_ptr, first, TREE: tl.constexpr):
     """How many tokens come between the row's request's first target row and this one."""
     if TREE:
         depth, node = 0, row
         while node > 0:
             # A parent comes before its children: whatever a table holds, this ends.
-            node = tl.minimum(tl.load(parents_ptr + node).to(tl.int32), node - 1)
+            node = tl.minimum(tl.load(parents_ptr + first + node).to(tl.int32), node - 1)
             depth += 1
     else:
         depth = row
