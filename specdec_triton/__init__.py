@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec_triton import ops
-    from specdec_triton.drafters import DraftModel, NoDraft, PromptLookup
+    from specdec_triton.drafters import Cascade, DraftModel, EagleDrafter, NoDraft, PromptLookup, SuffixDrafter
     from specdec_triton.engine import SpeculativeDecoder
     from specdec_triton.engine.request import GenerationOutput
     from specdec_triton.fusion import optimize
@@ -20,24 +20,30 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cascade",
     "DraftModel",
+    "EagleDrafter",
     "GenerationOutput",
     "NoDraft",
     "PromptLookup",
     "SamplingParams",
     "SpeculativeDecoder",
+    "SuffixDrafter",
     "ops",
     "optimize",
     "speculative",
 ]
 
 _HOME = {
+    "Cascade": "drafters",
     "DraftModel": "drafters",
+    "EagleDrafter": "drafters",
     "GenerationOutput": "engine",
     "NoDraft": "drafters",
     "PromptLookup": "drafters",
     "SamplingParams": "sampling",
     "SpeculativeDecoder": "engine",
+    "SuffixDrafter": "drafters",
     "optimize": "fusion",
     "speculative": "hf",
 }

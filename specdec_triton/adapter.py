@@ -20,12 +20,13 @@ import torch
 
 from specdec_triton import ops
 from specdec_triton.exactness import InvariantRows, kernels_backend
-from specdec_triton.head import Head, find_head
+from specdec_triton.head import Head, candidates, find_head
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.observe import Observation, attention_configs, has_dropout, model_lock, observe
-from specdec_triton.passes import IMPLEMENTATION, Backends, Pass, applies_softcap
-from specdec_triton.reference.paging import make_plan
+from specdec_triton.passes import IMPLEMENTATION, Backends, Pass, applies_softcap, make_pass
+from specdec_triton.reference.head_stats import finished
 from specdec_triton.row_invariant import RowInvariant
+from specdec_triton.taps import Taps
 
 
 class ModelAdapter:
@@ -46,6 +47,7 @@ class ModelAdapter:
         self.device: torch.device = self.observation.device
         self.dtype: torch.dtype = self.observation.dtype
         self.vocab_size: int = self.observation.vocab_size
+        self.hidden_size: int = self.config.hidden_size
         self.max_len: int | None = self.observation.max_len
         self.stop_ids = _eos_ids(model)
         self.fixed_shapes = self.device.type != "cpu"  # a pass reads no value back
@@ -120,6 +122,7 @@ class ModelAdapter:
         rows: int | None = None,
         last_only: bool = False,
         packed: bool = False,
+        taps: Taps | None = None,
     ) -> torch.Tensor:
         """One pass over the new tokens of B requests. Reads nothing back with ``fixed_shapes``.
 
@@ -133,6 +136,7 @@ class ModelAdapter:
             last_only: logits of each request's last new token alone.
             packed: logits of the new tokens alone, those of a request behind those of the one before; not with
                 ``fixed_shapes``.
+            taps: takes hidden states from the pass.
 
         Returns:
             logits ``[B,T,V]``, or ``[B,1,V]`` with ``last_only``; rows at or past query_lens are unspecified. ``[N,V]`` if packed.
@@ -147,7 +151,7 @@ class ModelAdapter:
             ends = _last_rows(p)
             if self._keeps_logits:
                 keep = {"logits_to_keep": ends}
-        logits = self._call(self.model, ids, position, p, **keep).logits[0]
+        logits = self._call(self.model, ids, position, p, taps, **keep).logits[0]
         if last_only:
             return (logits if keep else logits[ends])[:, None]
         if packed:
@@ -164,6 +168,7 @@ class ModelAdapter:
         *,
         exact: bool = False,
         last_only: bool = False,
+        taps: Taps | None = None,
     ) -> torch.Tensor:
         """:meth:`forward` up to the head, ``[B,T,H]`` or ``[B,1,H]``; only with ``fixed_shapes`` and a :attr:`head`.
 
@@ -173,14 +178,25 @@ class ModelAdapter:
         head = self.head
         assert head is not None
         ids, position, p = self._pack(tokens, cache, block_table, context_lens, query_lens, exact)
-        x = self._call(head.decoder, ids, position, p).last_hidden_state[0]
+        x = self._call(head.decoder, ids, position, p, taps).last_hidden_state[0]
         return x[_last_rows(p)][:, None] if last_only else x.unflatten(0, tokens.shape)
 
-    def _call(self, module: Any, ids: torch.Tensor, position: torch.Tensor, p: Pass, **options: Any) -> Any:
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's logits ``[...,V]`` of what its head is given, ``[...,H]``: for drafts, which need not be its very numbers."""
+        factor, softcap = candidates(self.config)[0]
+        return finished(self.model.get_output_embeddings()(hidden), factor, softcap)[..., : self.vocab_size]
+
+    def _call(
+        self, module: Any, ids: torch.Tensor, position: torch.Tensor, p: Pass, taps: Taps | None, **options: Any
+    ) -> Any:
         """The model, or its part before the head, over the pages."""
         products = self.invariant_products() if p.exact else nullcontext()
-        with model_lock(self.model), self._switched(), products, torch.inference_mode():
-            return module(input_ids=ids[None], position_ids=position[None], use_cache=False, specdec_pass=p, **options)
+        watching = nullcontext() if taps is None else taps.watching()
+        with model_lock(self.model), self._switched(), products, watching, torch.inference_mode():
+            out = module(input_ids=ids[None], position_ids=position[None], use_cache=False, specdec_pass=p, **options)
+            if taps is not None:
+                taps.take(p)
+            return out
 
     def _pack(
         self,
@@ -192,43 +208,18 @@ class ModelAdapter:
         exact: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, Pass]:
         """Token ids and positions of the pass's rows, int64 ``[N]`` each, and its metadata."""
-        batch, count = tokens.shape
-        step = torch.arange(count, device=self.device)
-        # Rows past query_lens stay inside position tables, which end with the context.
-        inside = step if query_lens is None else torch.minimum(step, query_lens[:, None] - 1)
-        position = (context_lens[:, None] + inside).long()
-        if query_lens is not None:
-            position = position.clamp(min=0)
-        total, take, put, plan = batch * count, None, None, None
-        if not self.fixed_shapes:
-            lens = [count] * batch if query_lens is None else query_lens.tolist()
-            if min(lens) == count:
-                query_lens = None
-            else:
-                assert query_lens is not None
-                put = torch.cat([b * count + step[:n] for b, n in enumerate(lens)])
-                total = len(put)
-                starts = query_lens.cumsum(0) - query_lens
-                take = (starts[:, None] + inside).clamp(min=0, max=total - 1)
-                tokens, position = tokens.flatten()[put], position.flatten()[put]
-            if self.backends[:2] == ("torch", "torch"):
-                plan = make_plan(block_table, context_lens, query_lens, count, cache.page_size)
-        p = Pass(
-            cache=cache,
-            block_table=block_table,
-            context_lens=context_lens,
-            query_lens=query_lens,
-            batch=batch,
-            count=count,
-            rows=total,
-            take=take,
-            put=put,
+        p, position = make_pass(
+            cache,
+            block_table,
+            context_lens,
+            query_lens,
+            *tokens.shape,
             backends=self.backends,
+            reads=not self.fixed_shapes,
             exact=exact,
             softcap=self._softcap,
-            plan=plan,
         )
-        return tokens.flatten(), position.flatten(), p
+        return p.pack(tokens), position, p
 
     @contextmanager
     def _switched(self) -> Iterator[None]:

@@ -135,7 +135,7 @@ def find_head(model: Any) -> HeadPlan | None:
     around = [x for x in names if x is linear or (x not in inside and decoder in x.modules())]
     if decoder not in names or linear not in names:
         return None
-    for scale, softcap in _candidates(config):
+    for scale, softcap in candidates(config):
         if on_meta or torch.equal(finished(product, scale, softcap), logits):
             if not all(x is None or 0 < x < math.inf for x in (scale, softcap)):
                 return None  # the ops refuse it
@@ -144,7 +144,7 @@ def find_head(model: Any) -> HeadPlan | None:
     return None
 
 
-def _candidates(config: Any) -> list[tuple[float | None, float | None]]:
+def candidates(config: Any) -> list[tuple[float | None, float | None]]:
     """Factors and softcaps that the configuration names, the likeliest first."""
     factor = getattr(config, "logit_scale", None)
     if divisor := getattr(config, "logits_scaling", None):

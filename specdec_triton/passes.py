@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.reference.append_kv import append_planned
-from specdec_triton.reference.paging import Plan
+from specdec_triton.reference.paging import Plan, make_plan
 from specdec_triton.reference.verify_attention import attend_planned
 
 IMPLEMENTATION = "specdec_paged"
@@ -71,6 +71,11 @@ class Pass:
     plan: Plan | None
     made: dict[Any, Any] = field(default_factory=dict)
 
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """``[B,T,...]`` -> the packed rows ``[N,...]``."""
+        x = x.flatten(0, 1)
+        return x if self.put is None else x.index_select(0, self.put)
+
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
         """Packed rows ``[N,...]`` -> ``[B,T,...]``."""
         if self.take is not None:
@@ -90,6 +95,63 @@ class Pass:
         if len(out) < total:  # rows that only pad the matrix products
             out = torch.cat((out, out.new_zeros(total - len(out), *out.shape[1:])))
         return out
+
+
+def make_pass(
+    cache: KVCache,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_lens: torch.Tensor | None,
+    batch: int,
+    count: int,
+    *,
+    backends: Backends,
+    reads: bool,
+    exact: bool = False,
+    softcap: bool = False,
+) -> tuple[Pass, torch.Tensor]:
+    """A pass, and the positions of its rows, int64 ``[N]``.
+
+    Args:
+        reads: whether lengths may be read; then rows past them are left out, else they stay, at a position inside the text.
+    """
+    step = torch.arange(count, device=context_lens.device)
+    # Rows past query_lens stay inside position tables, which end with the context.
+    inside = step if query_lens is None else torch.minimum(step, query_lens[:, None] - 1)
+    position = (context_lens[:, None] + inside).long()
+    if query_lens is not None:
+        position = position.clamp(min=0)
+    position = position.flatten()
+    total, take, put, plan = batch * count, None, None, None
+    if reads:
+        lens = [count] * batch if query_lens is None else query_lens.tolist()
+        if min(lens) == count:
+            query_lens = None
+        else:
+            assert query_lens is not None
+            put = torch.cat([b * count + step[:n] for b, n in enumerate(lens)])
+            total = len(put)
+            starts = query_lens.cumsum(0) - query_lens
+            take = (starts[:, None] + inside).clamp(min=0, max=total - 1)
+            position = position[put]
+        if backends[:2] == ("torch", "torch"):
+            plan = make_plan(block_table, context_lens, query_lens, count, cache.page_size)
+    p = Pass(
+        cache=cache,
+        block_table=block_table,
+        context_lens=context_lens,
+        query_lens=query_lens,
+        batch=batch,
+        count=count,
+        rows=total,
+        take=take,
+        put=put,
+        backends=backends,
+        exact=exact,
+        softcap=softcap,
+        plan=plan,
+    )
+    return p, position
 
 
 def applies_softcap(config: Any) -> bool:

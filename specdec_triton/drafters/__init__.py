@@ -1,8 +1,23 @@
 """Where drafts come from."""
 
 from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions
+from specdec_triton.drafters.cascade import Cascade
 from specdec_triton.drafters.draft_model import DraftModel
+from specdec_triton.drafters.eagle import EagleDrafter
 from specdec_triton.drafters.no_draft import NoDraft
 from specdec_triton.drafters.prompt_lookup import PromptLookup
+from specdec_triton.drafters.suffix import SuffixDrafter
 
-__all__ = ["DraftModel", "DraftSession", "Drafter", "Drafts", "NoDraft", "PromptLookup", "Round", "SessionOptions"]
+__all__ = [
+    "Cascade",
+    "DraftModel",
+    "DraftSession",
+    "Drafter",
+    "Drafts",
+    "EagleDrafter",
+    "NoDraft",
+    "PromptLookup",
+    "Round",
+    "SessionOptions",
+    "SuffixDrafter",
+]

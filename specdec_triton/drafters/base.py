@@ -8,13 +8,13 @@ the host and branch on no value, since its drafting is part of a step that is ca
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from specdec_triton.sampling import SamplingBatch
+from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingBatch
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -30,6 +30,10 @@ class Drawn(NamedTuple):
     logits: torch.Tensor | None
 
 
+class Draw(Protocol):
+    def __call__(self, logits: torch.Tensor, j: int, ids: torch.Tensor | None = None) -> Drawn: ...
+
+
 @dataclass
 class Round:
     """What a session may look at, for the n requests in the slots 0 .. n-1.
@@ -40,8 +44,9 @@ class Round:
         lens: int32 ``[n]``, their lengths; 0 for a slot at rest.
         limits: int32 ``[n]``, the most tokens that may be drafted for each request: 0 to K, 0 for a slot at rest.
         params: the requests' sampling parameters; ``position`` is that of the first draft.
-        draw: ``(logits [n,V'], j) -> Drawn`` draws draft number j, after 0 .. j-1, with the noise that each request's method asks
-            for, under the request's filters and logit rules. V' may be less than V.
+        draw: ``(logits [n,V'], j, ids) -> Drawn`` draws draft number j, after 0 .. j-1, with the noise that each request's method
+            asks for, under the request's filters and logit rules. The columns are the first V' ids, V' <= V; or ``ids``, int64
+            ``[V']``, each once.
         needs_logits: whether any request's method judges drafts by their probabilities.
         reads: whether values may be read on the host.
         draw_from: ``(head, hidden [n,H], j) -> Drawn`` does so from what a model's head is given, without writing logits; None: rows of
@@ -53,7 +58,7 @@ class Round:
     lens: torch.Tensor
     limits: torch.Tensor
     params: SamplingBatch
-    draw: Callable[[torch.Tensor, int], Drawn]
+    draw: Draw
     needs_logits: bool
     reads: bool
     draw_from: Callable[[Head, torch.Tensor, int], Drawn] | None = None
@@ -98,9 +103,13 @@ class DraftSession(ABC):
         free: drafts cost next to nothing, so that more may be asked for than will be verified; if not, :meth:`drafting` says
             what is to be timed.
         max_len: texts longer than this get no drafts; None: no limit.
-        seen: int32 ``[slots]``, how much of each text the session has processed; a request of which more than two
+        seen: int32 ``[slots]``, how much of each text the session has processed; a request of which more than ``reach``
             tokens are missing gets no drafts until :meth:`extend` has made up for it. None: it needs no preparation.
         adapter: of a second model, if there is one.
+        taps: hidden states of the target that :meth:`see` is shown, after how many layers each; see
+            :class:`~specdec_triton.taps.Taps`.
+        reach: how many missing tokens :meth:`propose` makes up for by itself.
+        memory: how many missing tokens :meth:`extend` can make up for; None: any number.
     """
 
     silent: bool = False
@@ -108,6 +117,9 @@ class DraftSession(ABC):
     max_len: int | None = None
     seen: torch.Tensor | None = None
     adapter: ModelAdapter | None = None
+    taps: tuple[int, ...] = ()
+    reach: int = 2
+    memory: int | None = None
 
     @property
     def version(self) -> int:
@@ -125,6 +137,14 @@ class DraftSession(ABC):
 
     def reserve(self, slot: int, tokens: int) -> None:
         """The slot's text, drafts included, will not be longer than this before the next call."""
+
+    def see(self, first: int, states: torch.Tensor, start: torch.Tensor, counts: torch.Tensor | None) -> None:
+        """The target's hidden states at ``start .. start + counts - 1`` of the texts in the slots from ``first`` on. What is drafted and
+        then rejected is seen too: the next call overwrites it.
+
+        Args:
+            states: ``[n,T,F]``. start, counts: int32 ``[n]`` (counts None: T each).
+        """
 
     def extend(self, slot: int, text: torch.Tensor, start: int, stop: int) -> None:
         """Process the tokens ``start .. stop-1`` of the slot's text int64 ``[L]``, which are final."""
@@ -157,6 +177,7 @@ class SessionOptions:
         page_size, num_pages: of the target's cache; 0: that grows.
         max_tokens: the longest text, if it is known.
         backend: of the ops.
+        max_drafts: the most that is drafted in a round. chunk: the most tokens of a prompt that are processed at once.
     """
 
     slots: int
@@ -164,6 +185,8 @@ class SessionOptions:
     num_pages: int = 0
     max_tokens: int | None = None
     backend: str | None = None
+    max_drafts: int = MAX_DRAFT_TOKENS
+    chunk: int = 256
 
 
 class Drafter(ABC):
@@ -181,3 +204,25 @@ class Drafter(ABC):
 def nothing(lens: torch.Tensor) -> Drafts:
     """No drafts for anyone."""
     return Drafts(lens.new_empty(len(lens), 0, dtype=torch.int64), torch.zeros_like(lens))
+
+
+def drafts_of(drawn: Sequence[Drawn], asked: torch.Tensor, vocab_size: int | None) -> Drafts:
+    """What was drawn, up to where it is none.
+
+    Args:
+        asked: bool ``[K,n]``, who was to get a draft of each number.
+        vocab_size: of the target, if the drafts are to be judged by what they were drawn from.
+    """
+    lse = torch.stack([draft.lse for draft in drawn])
+    # -inf: its own vocabulary, or a rule, leaves nothing to draft. NaN and +inf: it has failed.
+    drafting = (asked & lse.isfinite()).int().cumprod(0, dtype=torch.int32)
+    before = torch.cat((asked[:1], drafting[:-1].bool()))
+    failed = (before & asked & (lse.isnan() | (lse == float("inf")))).any(0)
+    tokens = torch.stack([draft.tokens for draft in drawn], 1)
+    drafts = Drafts(tokens, drafting.sum(0, dtype=torch.int32), failed=failed)
+    if vocab_size is not None:
+        # Columns that the drafter lacks have probability zero.
+        q = torch.stack([draft.logits for draft in drawn if draft.logits is not None], 1)
+        drafts.logits = torch.nn.functional.pad(q, (0, vocab_size - q.shape[-1]), value=float("-inf"))
+        drafts.lse = lse.T.contiguous()
+    return drafts

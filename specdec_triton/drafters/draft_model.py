@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Drawn, Round, SessionOptions, nothing
+from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -167,13 +167,9 @@ class _Session(DraftSession):
                 scored = score(drawn[j].tokens[:, None], self._cache, table, context[j], next_fed[j])[:, 0]
         seen += next_fed.sum(0, dtype=torch.int32)
 
-        drafts = _drafts(drawn, torch.cat((going[None], next_fed.bool())))
-        if round_.needs_logits:
-            # Columns that the draft model lacks have probability zero.
-            q = torch.stack([draft.logits for draft in drawn if draft.logits is not None], 1)
-            drafts.logits = torch.nn.functional.pad(q, (0, self._vocab_size - q.shape[-1]), value=float("-inf"))
-            drafts.lse = torch.stack([draft.lse for draft in drawn], 1)
-        return drafts
+        return drafts_of(
+            drawn, torch.cat((going[None], next_fed.bool())), self._vocab_size if round_.needs_logits else None
+        )
 
     def _head(self) -> Head | None:
         """The draft model's, for the ids that the target has too."""
@@ -194,14 +190,3 @@ class _Session(DraftSession):
 
     def _columns(self) -> int:
         return self._cache.block_table.shape[1] if self._one_width else self._cache.columns(max(self._reserved))
-
-
-def _drafts(drawn: Sequence[Drawn], asked: torch.Tensor) -> Drafts:
-    """What was drawn, up to where it is none; asked: bool ``[K,n]``, who was to get a draft of each number."""
-    lse = torch.stack([draft.lse for draft in drawn])
-    # -inf: its own vocabulary, or a rule, leaves nothing to draft. NaN and +inf: it has failed.
-    drafting = (asked & lse.isfinite()).int().cumprod(0, dtype=torch.int32)
-    before = torch.cat((asked[:1], drafting[:-1].bool()))
-    failed = (before & asked & (lse.isnan() | (lse == float("inf")))).any(0)
-    tokens = torch.stack([draft.tokens for draft in drawn], 1)
-    return Drafts(tokens, drafting.sum(0, dtype=torch.int32), failed=failed)

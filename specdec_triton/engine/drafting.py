@@ -49,6 +49,9 @@ class Drafting:
     def reserve(self, slot: int, tokens: int) -> None:
         self._call(self.session.reserve, slot, tokens)
 
+    def see(self, first: int, states: torch.Tensor, start: torch.Tensor) -> None:
+        self._call(self.session.see, first, states, start, None)
+
     def extend(self, slot: int, text: torch.Tensor, start: int, stop: int) -> bool:
         """Whether it was done."""
         self._call(self.session.extend, slot, text, start, stop)

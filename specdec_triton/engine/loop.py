@@ -29,7 +29,7 @@ from specdec_triton.engine.phases import Phases
 from specdec_triton.engine.request import RequestHandle
 from specdec_triton.engine.results import ResultRing, Ticket
 from specdec_triton.engine.round import COLUMNS, DrafterError, Rounds
-from specdec_triton.engine.scheduler import Scheduler
+from specdec_triton.engine.scheduler import PREFILL_CHUNK, Scheduler
 from specdec_triton.engine.shapes import Shape, Shapes
 from specdec_triton.engine.slots import ERROR, LENGTH, STOP, Slots
 from specdec_triton.engine.stats import DecoderStats
@@ -74,7 +74,9 @@ class Loop:
             max_tokens=width,
         )
         self._notices = Notices()
-        options = SessionOptions(max_batch_size, page_size, num_pages or 0, width, backend)
+        options = SessionOptions(
+            max_batch_size, page_size, num_pages or 0, width, backend, num_draft_tokens, PREFILL_CHUNK
+        )
         self.drafting = Drafting(drafter, target, options, self._notices.failed)
         self.session = self.drafting.session
         self._silenced = not self.drafting.on  # the requests know that nobody drafts
@@ -183,13 +185,17 @@ class Loop:
         shape = self.shapes.of([handle], slot + 1, 0)
         try:
             with self._phases("prefill"):
+                context, taps = torch.full((1,), start, dtype=torch.int32, device=text.device), self.rounds.taps
                 logits = self.target.forward(
                     text[None, start:stop],
                     self.cache,
                     self.cache.block_table[rows, : shape.columns],
-                    torch.full((1,), start, dtype=torch.int32, device=text.device),
+                    context,
                     last_only=True,
+                    taps=taps,
                 )
+                if taps is not None:
+                    self.drafting.see(slot, taps.states, context)
             self._catch_up(handle, stop)
             handle.prefilled = stop
             self.cache.publish(slot, handle.prompt[:stop], chunk)
@@ -240,7 +246,11 @@ class Loop:
                     self._refuse(handle)
         decoding = self.scheduler.decoding()
         for handle in decoding:
-            if handle.wanted and handle.length - handle.seen > 2:  # a chunk a step: the others wait for it
+            missing, memory = handle.length - handle.seen, self.session.memory
+            forgotten_soon = memory is not None and 2 * missing > memory
+            if missing > self.session.reach and (
+                handle.wanted or forgotten_soon
+            ):  # a chunk a step: the others wait for it
                 self._catch_up(handle, min(handle.length, handle.seen + self.scheduler.chunk))
         self._silence()
         rows = len(self.scheduler.running)
@@ -261,6 +271,7 @@ class Loop:
         if self.drafting.on or self._silenced:
             return
         self._silenced = True
+        self.rounds.taps = None
         self._slots.limits.zero_()
         for handle in (*self.scheduler.running, *self.scheduler.waiting):
             if handle.slot is not None and handle.limit:

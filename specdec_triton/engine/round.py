@@ -17,7 +17,7 @@ from specdec_triton import ops
 from specdec_triton._checks import check_tensor, require
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafts, DraftSession, Round
-from specdec_triton.drafters.base import Drawn, nothing
+from specdec_triton.drafters.base import Draw, Drawn, nothing
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.details import Details
@@ -31,6 +31,7 @@ from specdec_triton.head import Head
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.ops.head import METHODS as HEAD_METHODS
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
+from specdec_triton.taps import Taps
 
 COLUMNS = (
     "count",
@@ -74,6 +75,7 @@ class Rounds:
         self._phases = phases
         self._reads = not target.fixed_shapes
         self._judge = Judge(slots, backend, reads=self._reads)
+        self.taps = Taps(target.model, session.taps) if session.taps else None
         self.details = Details(slots, reads=self._reads)
         columns = len(COLUMNS) + MAX_DRAFT_TOKENS + 1
         with torch.inference_mode(False):
@@ -217,7 +219,7 @@ class Rounds:
             check_tensor(f"{name}.lse", drafts.lse, (n, given), self._slots.lens)
             require(drafts.lse.dtype == torch.float32, f"{name}.lse", "float32", drafts.lse.dtype)
 
-    def _drawing(self, shape: Shape, params: ops.SamplingBatch) -> Callable[[torch.Tensor, int], Drawn]:
+    def _drawing(self, shape: Shape, params: ops.SamplingBatch) -> Draw:
         """Draws a draft with the noise of each request's method, under its rules."""
         before: list[torch.Tensor] = []
 
@@ -226,7 +228,16 @@ class Rounds:
             at, node = (params.after(j), None) if method == "coupled" else (params, j)
             return ops.sample(logits, params=at, return_lse=True, node=node, backend=self._backend)
 
-        def draw(logits: torch.Tensor, j: int) -> Drawn:
+        def draw(logits: torch.Tensor, j: int, ids: torch.Tensor | None = None) -> Drawn:
+            if ids is not None and shape.methods == ("greedy",) and not shape.rules:
+                tokens, lse = one(
+                    "greedy", logits, j
+                )  # noise and rules know ids; the largest is the largest among few, too
+                return Drawn(ids[tokens], lse, None)
+            if ids is not None:
+                few = logits
+                logits = few.new_full((len(few), self._target.vocab_size), float("-inf"))
+                logits[:, ids] = few
             if shape.rules:
                 logits = self._judge.draft_logits(shape, logits, before[:j])
             tokens, lse = one(shape.methods[0], logits, j)
@@ -289,7 +300,14 @@ class Rounds:
         tokens = torch.cat([last, drafts.tokens], 1).clamp(0, self._target.vocab_size - 1)
         table = self._cache.block_table[:n, : shape.columns]
         with self._phases("verify"):
-            return self._score(tokens, self._cache, table, context, counts, shape.exact, packed, head)
+            scored = self._score(tokens, self._cache, table, context, counts, shape.exact, packed, head, self.taps)
+        if self.taps is not None:
+            try:
+                with self._phases("draft"):
+                    self._session.see(0, self.taps.states, context, counts)
+            except Exception as error:
+                raise DrafterError from error
+        return scored
 
     def _score(
         self,
@@ -301,12 +319,13 @@ class Rounds:
         exact: bool,
         packed: bool,
         head: Head | None,
+        taps: Taps | None = None,
     ) -> torch.Tensor:
         total = int(counts.sum()) if self._reads else tokens.numel()
         rows = self._passes.pad(total) if exact else None
         if head is not None:
-            return self._target.hidden(tokens, cache, table, context, counts, exact=rows is not None)
-        return self._target.forward(tokens, cache, table, context, counts, rows=rows, packed=packed)
+            return self._target.hidden(tokens, cache, table, context, counts, exact=rows is not None, taps=taps)
+        return self._target.forward(tokens, cache, table, context, counts, rows=rows, packed=packed, taps=taps)
 
     # Accept and commit.
 

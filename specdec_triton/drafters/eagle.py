@@ -1,0 +1,258 @@
+"""Drafts from an EAGLE head on the target's hidden states (Li et al. 2024 and 2025)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specdec_triton import ops
+from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
+from specdec_triton.drafters.heads.checkpoint import Checkpoint
+from specdec_triton.kv_cache import KVCache, LayerShape
+from specdec_triton.passes import AttentionOptions, Backends, make_pass, paged_attention
+
+if TYPE_CHECKING:
+    from specdec_triton.adapter import ModelAdapter
+    from specdec_triton.drafters.heads.eagle_head import EagleHead
+    from specdec_triton.passes import Pass
+
+_MEASURED = 256  # tokens of context while costs are measured
+_MEMORY = 256  # hidden states of a text's last tokens that are kept, besides those of a chunk of the prompt
+
+
+class EagleDrafter(Drafter):
+    """An EAGLE head, version 1, 2 or 3, that was trained for the target.
+
+    Args:
+        source: a folder or a hub id, in a published layout (``config.json`` and safetensors, or what ``torch.save`` wrote).
+        aux_layers: EAGLE-3: after how many of the target's layers the hidden states are taken, as transformers counts them
+            (``output_hidden_states``; 0 are the embeddings); None: what the head's configuration says, else 2, N/2 and N-3 of N.
+
+    Raises:
+        ModelNotFoundError: there is no such head.
+
+    Once it is bound to a target:
+        UnsupportedModelError: a tensor of the head is missing, of another shape, not finite or of no known use, or the head is not one
+            for that target.
+
+    Source: Li et al. 2024, "EAGLE: Speculative sampling requires rethinking feature uncertainty" (arXiv:2401.15077); Li et al. 2024,
+    "EAGLE-2" (arXiv:2406.16858); Li et al. 2025, "EAGLE-3" (arXiv:2503.01840).
+    """
+
+    def __init__(self, source: str | os.PathLike[str], *, aux_layers: Sequence[int] | None = None) -> None:
+        Checkpoint(source)  # that it is there is known at once; its tensors are read for each target anew
+        self.source = source
+        self.aux_layers = None if aux_layers is None else tuple(aux_layers)
+
+    def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:
+        from specdec_triton.drafters.heads.load_eagle import load_eagle
+
+        head, taps = load_eagle(Checkpoint(self.source), target, self.aux_layers)
+        return _Session(head, taps, target, options)
+
+
+class _Session(DraftSession):
+    """The head with its own cache, and the target's last hidden states of each text.
+
+    ``seen`` tokens of a text have been fed to the head: the pairs of hidden state i and token i + 1 for i = 0 .. seen - 2, whose keys lie
+    at the positions i. A round's first pass feeds what the last round added to the text, up to K + 1 pairs. The pairs of drafts come
+    behind them, and are forgotten with the round: the next one has the target's own hidden states in their place.
+    """
+
+    free = False
+    seen: torch.Tensor
+
+    def __init__(self, head: EagleHead, taps: tuple[int, ...], target: ModelAdapter, options: SessionOptions) -> None:
+        self._head = head
+        self.taps = taps
+        self.reach = options.max_drafts + 1
+        self.memory = _MEMORY + options.chunk
+        self._vocab_size = target.vocab_size
+        self._fixed = target.fixed_shapes
+        device = target.device
+        backend, like = options.backend, torch.empty(0, device=device)
+        self._backends = Backends(
+            *(ops.resolve_backend(backend, op, like) for op in ("append_kv", "verify_attention", "skinny_linear"))
+        )
+        self._cache = self._new_cache(options.slots, options.page_size, options.num_pages, options.max_tokens)
+        self._one_width = options.max_tokens is not None and self._fixed
+        self._reserved = [0] * options.slots
+        self.max_len = target.max_len
+        with torch.inference_mode(False):
+            self.seen = torch.zeros(options.slots, dtype=torch.int32, device=device)
+            width = head.fuse(torch.zeros(1, len(taps) * target.hidden_size, device=device, dtype=target.dtype)).shape[
+                -1
+            ]
+            # Position i at i % memory; the last column takes what is nobody's.
+            self._states = torch.zeros(options.slots, self.memory + 1, width, dtype=head.dtype, device=device)
+
+    def _new_cache(self, slots: int, page_size: int, num_pages: int, max_tokens: int | None = None) -> KVCache:
+        return KVCache(
+            [LayerShape(self._head.kv_heads, self._head.dim)],
+            slots=slots,
+            page_size=page_size,
+            num_pages=num_pages,
+            dtype=self._head.dtype,
+            device=self._head.rotary.inv_freq.device,  # type: ignore[arg-type]
+            growable=True,
+            max_tokens=max_tokens,
+        )
+
+    @property
+    def version(self) -> int:
+        return self._cache.version
+
+    @property
+    def key(self) -> Hashable:
+        return self._columns()
+
+    # What it holds of each slot.
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        self._cache.reserve(slot, tokens)
+        self._reserved[slot] = max(tokens, self._reserved[slot])
+
+    def move(self, src: int, dst: int) -> None:
+        self._cache.move(src, dst)
+        self.seen[dst] = self.seen[src]
+        self._states[dst] = self._states[src]
+        self._reserved[dst] = self._reserved[src]
+        self._forget(src)
+
+    def release(self, slot: int) -> None:
+        self._cache.release(slot)
+        self._forget(slot)
+
+    def swap_out(self, slot: int, tokens: int) -> Any:
+        saved = tokens, self._cache.swap_out(slot, tokens), self._states[slot].cpu()
+        self._forget(slot)
+        return saved
+
+    def swap_in(self, slot: int, saved: Any) -> None:
+        tokens, pages, states = saved
+        self._cache.swap_in(slot, pages)
+        self._states[slot] = states.to(self._states.device)
+        self._reserved[slot] = tokens
+        self.seen[slot] = tokens
+
+    def _forget(self, slot: int) -> None:
+        self.seen[slot] = 0
+        self._reserved[slot] = 0
+
+    # What it learns of a text.
+
+    def see(self, first: int, states: torch.Tensor, start: torch.Tensor, counts: torch.Tensor | None) -> None:
+        n, count = states.shape[:2]
+        step = torch.arange(count, device=start.device)
+        column = (start[:, None] + step) % self.memory
+        if counts is not None:
+            column = torch.where(step < counts[:, None], column, self.memory)
+        kept = self._head.fuse(states)
+        column = column.long()[..., None].expand_as(kept)
+        self._states[first : first + n].scatter_(1, column, kept)
+
+    def extend(self, slot: int, text: torch.Tensor, start: int, stop: int) -> None:
+        rows = slice(slot, slot + 1)
+        start = max(start, 1)  # the first token makes no pair
+        if start < stop:
+            context = torch.full((1,), start - 1, dtype=torch.int32, device=text.device)
+            self._feed(text[None], context, None, stop - start, rows, self._table(rows))
+        self.seen[slot] = stop
+
+    def _feed(
+        self,
+        texts: torch.Tensor,
+        context: torch.Tensor,
+        counts: torch.Tensor | None,
+        width: int,
+        rows: slice,
+        table: torch.Tensor,
+    ) -> torch.Tensor:
+        """The pairs at ``context .. context + counts - 1`` (at most ``width``); the last hidden state of each request, ``[n,H]``."""
+        position = context.long()[:, None] + torch.arange(width, device=context.device)
+        tokens = texts.gather(1, (position + 1).clamp(max=texts.shape[1] - 1))
+        kept = self._states[rows].gather(1, (position % self.memory)[..., None].expand(-1, -1, self._states.shape[2]))
+        p, at = self._pass(context, counts, len(context), width, table)
+        hidden = self._layer(p, at, p.pack(tokens), p.pack(kept))
+        hidden = p.unpack(hidden)
+        if counts is None:
+            return hidden[:, -1]
+        last = (counts - 1).clamp(min=0).long()
+        return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
+
+    def _pass(
+        self, context: torch.Tensor, counts: torch.Tensor | None, n: int, width: int, table: torch.Tensor
+    ) -> tuple[Pass, torch.Tensor]:
+        return make_pass(self._cache, table, context, counts, n, width, backends=self._backends, reads=not self._fixed)
+
+    def _layer(self, p: Pass, at: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        options = AttentionOptions()
+        return self._head(
+            tokens,
+            hidden,
+            self._head.rotations(at, hidden),
+            lambda q, k, v: paged_attention(p, 0, q, k, v, options),
+        )  # type: ignore[no-any-return]
+
+    # Drafting.
+
+    def propose(self, round_: Round) -> Drafts:
+        n = len(round_.lens)
+        rows = slice(n)
+        seen = self.seen[:n]
+        start = torch.minimum(seen, round_.lens).clamp(
+            min=1
+        )  # tokens that have been fed, the first of which makes no pair
+        missing = round_.lens - start
+        limits = torch.where((missing >= 1) & (missing <= self.reach), round_.limits, 0)
+        k = min(round_.k, int(limits.max())) if round_.reads else round_.k
+        if k == 0:
+            return nothing(round_.lens)
+        table = self._table(rows)
+        going = limits > 0
+        fed = torch.where(going, missing, 0)
+        width = int(fed.max()) if round_.reads else self.reach
+        hidden = self._feed(round_.texts, start - 1, fed, width, rows, table)
+        seen.copy_(torch.where(going, round_.lens, seen))
+
+        # Of draft j + 1: who is fed draft j, behind all before it.
+        next_fed = (limits > torch.arange(1, k, dtype=torch.int32, device=limits.device)[:, None]).int()
+        drawn = []
+        for j in range(k):
+            drawn.append(round_.draw(self._head.lm_head(self._head.finish(hidden)), j, self._head.ids))
+            if j + 1 < k:
+                context = torch.where(next_fed[j] > 0, round_.lens - 1 + j, 0)
+                p, at = self._pass(context, next_fed[j], n, 1, table)
+                fed_tokens, fed_hidden = p.pack(drawn[j].tokens[:, None]), p.pack(hidden[:, None])
+                hidden = p.unpack(self._layer(p, at, fed_tokens, fed_hidden))[:, 0]
+        return drafts_of(
+            drawn, torch.cat((going[None], next_fed.bool())), self._vocab_size if round_.needs_logits else None
+        )
+
+    def drafting(self, n: int) -> Callable[[], object]:
+        pages = self._new_cache(n, self._cache.page_size, 0)
+        for slot in range(n):
+            pages.reserve(slot, _MEASURED + 1)
+        device = self.seen.device
+        context = torch.full((n,), _MEASURED, dtype=torch.int32, device=device)
+        tokens, hidden = (
+            torch.zeros(n, dtype=torch.int64, device=device),
+            self._states.new_zeros(n, self._states.shape[2]),
+        )
+
+        def draft() -> object:
+            p, at = make_pass(
+                pages, pages.block_table, context, None, n, 1, backends=self._backends, reads=not self._fixed
+            )
+            return self._head.lm_head(self._head.finish(self._layer(p, at, tokens, hidden)))
+
+        return draft
+
+    def _table(self, rows: slice) -> torch.Tensor:
+        return self._cache.block_table[rows, : self._columns()]
+
+    def _columns(self) -> int:
+        return self._cache.block_table.shape[1] if self._one_width else self._cache.columns(max(self._reserved))
