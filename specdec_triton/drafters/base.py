@@ -109,7 +109,7 @@ class DraftSession(ABC):
         taps: hidden states of the target that :meth:`see` is shown, after how many layers each; see
             :class:`~specdec_triton.taps.Taps`.
         reach: how many missing tokens :meth:`propose` makes up for by itself.
-        memory: how many missing tokens :meth:`extend` can make up for; None: any number.
+        memory: how many missing tokens :meth:`extend` can make up for, since it needs to have seen their hidden states; None: any number.
     """
 
     silent: bool = False

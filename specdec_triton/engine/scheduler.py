@@ -84,7 +84,9 @@ class Scheduler:
     def _settle(self, handle: RequestHandle, slot: int) -> bool:
         """Pages and rows of the free slot for the request; False: there are too few pages."""
         adopted = 0
-        if handle.saved is None and not self._drafting.session.taps:  # of what is adopted there are no hidden states
+        if (
+            handle.saved is None and self._drafting.session.memory is None
+        ):  # of what is adopted nobody sees the hidden states
             adopted = self._cache.adopt(slot, handle.prompt, self.chunk)
         wanted = min(handle.length + handle.limit + 1, handle.max_total)
         # A page for each of the others: else the newcomer would be the one to go in the next round.

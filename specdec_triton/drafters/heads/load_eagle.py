@@ -11,8 +11,8 @@ from torch import nn
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters.heads.checkpoint import Checkpoint
 from specdec_triton.drafters.heads.eagle_head import Borrowed, EagleHead, target_ids
+from specdec_triton.drafters.heads.placing import packed
 from specdec_triton.fusion.norms import FusedRMSNorm
-from specdec_triton.fusion.packed_linear import best_packing
 
 _SHAPE = ("hidden_size", "num_attention_heads", "intermediate_size")
 _OPTIONAL = ("rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters")
@@ -142,24 +142,13 @@ def _give_vocabulary(c: Checkpoint, head: EagleHead, target: ModelAdapter, width
 
 
 def _placed(head: EagleHead, target: ModelAdapter) -> EagleHead:
-    """On the target's device, in its dtype; on a CPU packed like an optimized target."""
-    linears = [module for module in head.modules() if isinstance(module, nn.Linear)]
-    for module in [*linears, *(x for x in head.modules() if isinstance(x, (FusedRMSNorm, nn.Embedding)))]:
-        module.to(target.device, target.dtype)
+    for module in head.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding, FusedRMSNorm)):
+            module.to(target.device, target.dtype)
     head.rotary.to(target.device)  # in fp32
     if head.ids is not None:
         head.ids = head.ids.to(target.device)
-    head.dtype = target.dtype
-    packing = best_packing(linears) if target.device.type == "cpu" else None
-    if packing is not None and all(packing.can_pack(linear.weight) for linear in linears):
-        for name, module in list(head.named_children()):
-            if isinstance(module, nn.Linear):
-                packed = packing(module.weight, module.bias)
-                packed.input_dtype = torch.float32
-                setattr(head, name, packed)
-            elif isinstance(module, FusedRMSNorm):
-                module.float()
-        head.dtype = torch.float32  # as in optimize(): the CPU's small operations are faster in fp32
+    head.dtype = torch.float32 if packed(head) else target.dtype
     return head.eval().requires_grad_(False)
 
 

@@ -1,0 +1,94 @@
+"""Drafts from Medusa heads on the target's last hidden state (Cai et al. 2024)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
+from specdec_triton.drafters.heads.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from specdec_triton.adapter import ModelAdapter
+    from specdec_triton.drafters.heads.medusa_heads import MedusaHeads
+
+
+class MedusaDrafter(Drafter):
+    """Medusa heads that were trained for the target: head i drafts the token i + 2 places behind the hidden state.
+
+    Args:
+        source: a folder or a hub id, in a published layout: of the Medusa repository (``0.0.linear.weight`` ...) or of vLLM
+            (``blocks.0.layers.0.weight`` ...), with an lm_head for each head, one for all, or the target's.
+
+    Raises:
+        ModelNotFoundError: there are no such heads.
+
+    Once it is bound to a target:
+        UnsupportedModelError: a tensor is missing, of another shape, not finite or of no known use, or they are not for that target.
+
+    No more is drafted in a round than there are heads.
+
+    Source: Cai et al. 2024, "Medusa: Simple LLM inference acceleration framework with multiple decoding heads" (arXiv:2401.10774).
+    """
+
+    def __init__(self, source: str | os.PathLike[str]) -> None:
+        Checkpoint(source)  # that it is there is known at once; its tensors are read for each target anew
+        self.source = source
+
+    def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:
+        from specdec_triton.drafters.heads.medusa_heads import load_medusa
+
+        return _Session(load_medusa(Checkpoint(self.source), target), target, options)
+
+
+class _Session(DraftSession):
+    """Keeps the hidden states of a round, of which one, behind which the text's last token was chosen, is drafted from."""
+
+    free = False
+
+    def __init__(self, heads: MedusaHeads, target: ModelAdapter, options: SessionOptions) -> None:
+        self._heads = heads
+        self._vocab_size = target.vocab_size
+        self.taps = (target.config.num_hidden_layers,)
+        self._kept = options.chunk + options.max_drafts + 1
+        with torch.inference_mode(False):
+            # Position i at i % kept; the last column takes what is nobody's.
+            shape = (options.slots, self._kept + 1, target.hidden_size)
+            self._states = torch.zeros(shape, dtype=heads.dtype, device=target.device)
+
+    def see(self, first: int, states: torch.Tensor, start: torch.Tensor, counts: torch.Tensor | None) -> None:
+        n, count = states.shape[:2]
+        step = torch.arange(count, device=start.device)
+        column = (start[:, None] + step) % self._kept
+        if counts is not None:
+            column = torch.where(step < counts[:, None], column, self._kept)
+        states = states.to(self._states.dtype)
+        self._states[first : first + n].scatter_(1, column.long()[..., None].expand_as(states), states)
+
+    def move(self, src: int, dst: int) -> None:
+        self._states[dst] = self._states[src]
+
+    def swap_out(self, slot: int, tokens: int) -> Any:
+        return self._states[slot].cpu()
+
+    def swap_in(self, slot: int, saved: Any) -> None:
+        self._states[slot] = saved.to(self._states.device)
+
+    def propose(self, round_: Round) -> Drafts:
+        n = len(round_.lens)
+        limits = round_.limits.clamp(max=len(self._heads))
+        k = min(round_.k, len(self._heads), int(limits.max()) if round_.reads else round_.k)
+        if k == 0:
+            return nothing(round_.lens)
+        column = ((round_.lens - 2).clamp(min=0) % self._kept).long()
+        state = self._states[:n].gather(1, column[:, None, None].expand(-1, 1, self._states.shape[2]))[:, 0]
+        drawn = [round_.draw(self._heads(j, state), j) for j in range(k)]
+        asked = limits > torch.arange(k, dtype=torch.int32, device=limits.device)[:, None]
+        return drafts_of(drawn, asked, self._vocab_size if round_.needs_logits else None)
+
+    def drafting(self, n: int) -> Callable[[], object]:
+        state = self._states.new_zeros(n, self._states.shape[2])
+        return lambda: self._heads(0, state)
