@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec_triton import ops
-    from specdec_triton.drafters import Cascade, DraftModel, EagleDrafter, NoDraft, PromptLookup, SuffixDrafter
+    from specdec_triton.drafters import (
+        Cascade,
+        DraftModel,
+        EagleDrafter,
+        MedusaDrafter,
+        NoDraft,
+        PromptLookup,
+        SuffixDrafter,
+    )
     from specdec_triton.engine import SpeculativeDecoder
     from specdec_triton.engine.request import GenerationOutput
     from specdec_triton.fusion import optimize
@@ -24,6 +32,7 @@ __all__ = [
     "DraftModel",
     "EagleDrafter",
     "GenerationOutput",
+    "MedusaDrafter",
     "NoDraft",
     "PromptLookup",
     "SamplingParams",
@@ -39,6 +48,7 @@ _HOME = {
     "DraftModel": "drafters",
     "EagleDrafter": "drafters",
     "GenerationOutput": "engine",
+    "MedusaDrafter": "drafters",
     "NoDraft": "drafters",
     "PromptLookup": "drafters",
     "SamplingParams": "sampling",

@@ -83,9 +83,7 @@ class _Session(DraftSession):
         self.max_len = target.max_len
         with torch.inference_mode(False):
             self.seen = torch.zeros(options.slots, dtype=torch.int32, device=device)
-            width = head.fuse(torch.zeros(1, len(taps) * target.hidden_size, device=device, dtype=target.dtype)).shape[
-                -1
-            ]
+            width = head.out.out_features
             # Position i at i % memory; the last column takes what is nobody's.
             self._states = torch.zeros(options.slots, self.memory + 1, width, dtype=head.dtype, device=device)
 
@@ -144,6 +142,7 @@ class _Session(DraftSession):
 
     # What it learns of a text.
 
+    @torch.inference_mode()
     def see(self, first: int, states: torch.Tensor, start: torch.Tensor, counts: torch.Tensor | None) -> None:
         n, count = states.shape[:2]
         step = torch.arange(count, device=start.device)
@@ -154,6 +153,7 @@ class _Session(DraftSession):
         column = column.long()[..., None].expand_as(kept)
         self._states[first : first + n].scatter_(1, column, kept)
 
+    @torch.inference_mode()
     def extend(self, slot: int, text: torch.Tensor, start: int, stop: int) -> None:
         rows = slice(slot, slot + 1)
         start = max(start, 1)  # the first token makes no pair
@@ -199,6 +199,7 @@ class _Session(DraftSession):
 
     # Drafting.
 
+    @torch.inference_mode()
     def propose(self, round_: Round) -> Drafts:
         n = len(round_.lens)
         rows = slice(n)

@@ -59,6 +59,7 @@ class _Session(DraftSession):
             shape = (options.slots, self._kept + 1, target.hidden_size)
             self._states = torch.zeros(shape, dtype=heads.dtype, device=target.device)
 
+    @torch.inference_mode()
     def see(self, first: int, states: torch.Tensor, start: torch.Tensor, counts: torch.Tensor | None) -> None:
         n, count = states.shape[:2]
         step = torch.arange(count, device=start.device)
@@ -77,6 +78,7 @@ class _Session(DraftSession):
     def swap_in(self, slot: int, saved: Any) -> None:
         self._states[slot] = saved.to(self._states.device)
 
+    @torch.inference_mode()
     def propose(self, round_: Round) -> Drafts:
         n = len(round_.lens)
         limits = round_.limits.clamp(max=len(self._heads))
