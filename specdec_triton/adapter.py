@@ -26,6 +26,7 @@ from specdec_triton.observe import Observation, attention_configs, has_dropout, 
 from specdec_triton.passes import IMPLEMENTATION, Backends, Pass, applies_softcap, make_pass
 from specdec_triton.reference.head_stats import finished
 from specdec_triton.row_invariant import RowInvariant
+from specdec_triton.skipping import skipping
 from specdec_triton.taps import Taps
 
 
@@ -123,6 +124,7 @@ class ModelAdapter:
         last_only: bool = False,
         packed: bool = False,
         taps: Taps | None = None,
+        skip: frozenset[int] = frozenset(),
     ) -> torch.Tensor:
         """One pass over the new tokens of B requests. Reads nothing back with ``fixed_shapes``.
 
@@ -137,6 +139,7 @@ class ModelAdapter:
             packed: logits of the new tokens alone, those of a request behind those of the one before; not with
                 ``fixed_shapes``.
             taps: takes hidden states from the pass.
+            skip: decoder layers to pass by.
 
         Returns:
             logits ``[B,T,V]``, or ``[B,1,V]`` with ``last_only``; rows at or past query_lens are unspecified. ``[N,V]`` if packed.
@@ -151,7 +154,7 @@ class ModelAdapter:
             ends = _last_rows(p)
             if self._keeps_logits:
                 keep = {"logits_to_keep": ends}
-        logits = self._call(self.model, ids, position, p, taps, **keep).logits[0]
+        logits = self._call(self.model, ids, position, p, taps, skip, **keep).logits[0]
         if last_only:
             return (logits if keep else logits[ends])[:, None]
         if packed:
@@ -187,12 +190,26 @@ class ModelAdapter:
         return finished(self.model.get_output_embeddings()(hidden), factor, softcap)[..., : self.vocab_size]
 
     def _call(
-        self, module: Any, ids: torch.Tensor, position: torch.Tensor, p: Pass, taps: Taps | None, **options: Any
+        self,
+        module: Any,
+        ids: torch.Tensor,
+        position: torch.Tensor,
+        p: Pass,
+        taps: Taps | None,
+        skip: frozenset[int] = frozenset(),
+        **options: Any,
     ) -> Any:
         """The model, or its part before the head, over the pages."""
         products = self.invariant_products() if p.exact else nullcontext()
         watching = nullcontext() if taps is None else taps.watching()
-        with model_lock(self.model), self._switched(), products, watching, torch.inference_mode():
+        with (
+            model_lock(self.model),
+            self._switched(),
+            products,
+            watching,
+            skipping(self.model, skip),
+            torch.inference_mode(),
+        ):
             out = module(input_ids=ids[None], position_ids=position[None], use_cache=False, specdec_pass=p, **options)
             if taps is not None:
                 taps.take(p)

@@ -4,6 +4,7 @@ from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, S
 from specdec_triton.drafters.cascade import Cascade
 from specdec_triton.drafters.draft_model import DraftModel
 from specdec_triton.drafters.eagle import EagleDrafter
+from specdec_triton.drafters.layer_skip import LayerSkip
 from specdec_triton.drafters.medusa import MedusaDrafter
 from specdec_triton.drafters.no_draft import NoDraft
 from specdec_triton.drafters.prompt_lookup import PromptLookup
@@ -16,6 +17,7 @@ __all__ = [
     "Drafter",
     "Drafts",
     "EagleDrafter",
+    "LayerSkip",
     "MedusaDrafter",
     "NoDraft",
     "PromptLookup",

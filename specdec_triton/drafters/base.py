@@ -19,6 +19,7 @@ from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingBatch
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
     from specdec_triton.head import Head
+    from specdec_triton.kv_cache import KVCache
 
 
 class Drawn(NamedTuple):
@@ -177,6 +178,7 @@ class SessionOptions:
         page_size, num_pages: of the target's cache; 0: that grows.
         max_tokens: the longest text, if it is known.
         backend: of the ops.
+        cache: the target's own; of a request, pages behind its text are there for as many tokens as may be drafted.
         max_drafts: the most that is drafted in a round. chunk: the most tokens of a prompt that are processed at once.
     """
 
@@ -187,6 +189,7 @@ class SessionOptions:
     backend: str | None = None
     max_drafts: int = MAX_DRAFT_TOKENS
     chunk: int = 256
+    cache: KVCache | None = None
 
 
 class Drafter(ABC):

@@ -75,7 +75,7 @@ class Loop:
         )
         self._notices = Notices()
         options = SessionOptions(
-            max_batch_size, page_size, num_pages or 0, width, backend, num_draft_tokens, PREFILL_CHUNK
+            max_batch_size, page_size, num_pages or 0, width, backend, num_draft_tokens, PREFILL_CHUNK, self.cache
         )
         self.drafting = Drafting(drafter, target, options, self._notices.failed)
         self.session = self.drafting.session
