@@ -59,10 +59,11 @@ class Taps:
             for hook in hooks:
                 hook.remove()
 
-    def take(self, p: Pass) -> None:
-        """The pass is over."""
-        seen = [self._seen.pop(layer)[0] for layer in self._wanted]
-        self.states = p.unpack(torch.cat(seen, -1) if len(seen) > 1 else seen[0])
+    def take(self, p: Pass | None = None) -> None:
+        """The pass is over; None: it was the module's own, of one text."""
+        seen = [self._seen.pop(layer) for layer in self._wanted]
+        states = torch.cat(seen, -1) if len(seen) > 1 else seen[0]
+        self.states = states if p is None else p.unpack(states[0])
 
     def _given(self, layer: int) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -41,11 +41,6 @@ class FusedRMSNorm(nn.Module):
         self._wide_scale = nn.Buffer(scale.float() * width**0.5, persistent=False)
         self._floor = nn.Buffer(torch.tensor((width * self.eps) ** 0.5, device=weight.device), persistent=False)
 
-    def set_weight(self, weight: torch.Tensor) -> None:
-        """Other numbers in the weight's place."""
-        self.weight.data.copy_(weight)
-        self._derive()
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FusedRMSNorm:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._derive()  # of the weight in its new dtype: cast themselves, they would be rounded twice

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from specdec_triton.drafters.heads.checkpoint import Checkpoint
-from specdec_triton.fusion.norms import FusedRMSNorm
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -68,8 +67,8 @@ class EagleHead(nn.Module):
         self.norm_first = norm_first
         heads = self.q_heads + 2 * self.kv_heads
 
-        def norm() -> FusedRMSNorm:
-            return FusedRMSNorm(nn.Parameter(torch.ones(width)), eps, add_one=False)
+        def norm() -> nn.RMSNorm:
+            return nn.RMSNorm(width, eps)
 
         self.fc = nn.Linear(features if three else features + width, width, bias[0])
         self.hidden_norm, self.input_norm = (norm(), norm()) if three else (None, None)

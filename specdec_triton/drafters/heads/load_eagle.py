@@ -69,10 +69,10 @@ def load_eagle(
             "final_norm": "norm.weight",
         }
     for name, tensor in norms.items():
-        getattr(head, name).set_weight(c.take(tensor, (width,)))
+        getattr(head, name).weight.data.copy_(c.take(tensor, (width,)))
     _give_vocabulary(c, head, target, width)
     c.finish()
-    return _placed(head, target), taps
+    return _placed(head, config.rms_norm_eps, target), taps
 
 
 def _config(c: Checkpoint) -> Any:
@@ -141,7 +141,10 @@ def _give_vocabulary(c: Checkpoint, head: EagleHead, target: ModelAdapter, width
         head.lm_head = Borrowed(target.logits_of)
 
 
-def _placed(head: EagleHead, target: ModelAdapter) -> EagleHead:
+def _placed(head: EagleHead, eps: float, target: ModelAdapter) -> EagleHead:
+    for name, module in list(head.named_children()):
+        if isinstance(module, nn.RMSNorm):
+            setattr(head, name, FusedRMSNorm(module.weight, eps, add_one=False))
     for module in head.modules():
         if isinstance(module, (nn.Linear, nn.Embedding, FusedRMSNorm)):
             module.to(target.device, target.dtype)

@@ -1,0 +1,1 @@
+"""Train drafters on what the target itself writes."""

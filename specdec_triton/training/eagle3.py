@@ -1,0 +1,207 @@
+"""Train an EAGLE-3 head (Li et al. 2025): on the target's own distributions, over several steps that feed on their own outputs.
+
+At step s = 0 the head is given the target's hidden states at position i and the token at i + 1; at step s its own state of step s - 1 at i, and the
+token at i + 1 + s. It learns the target's distribution at i + 1 + s. What it may look at is what it will have when it drafts: the
+pairs up to i of step 0, and of the steps after that its own of index i.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
+
+from specdec_triton.drafters.heads.eagle_head import Borrowed, EagleHead
+from specdec_triton.taps import decoder_layers
+from specdec_triton.training.features import Example
+
+_DECAY = 0.8  # of a step's weight against the one before
+
+
+class Eagle3Student:
+    """The head in training, in fp32.
+
+    Args:
+        model: the untouched target. ids: int64 ``[V']``, what it drafts, in order. taps: after how many of the target's layers.
+    """
+
+    def __init__(self, model: Any, ids: torch.Tensor, taps: tuple[int, ...]) -> None:
+        config = model.config.get_text_config()
+        self.config = _config(config)
+        self.taps = taps
+        self.ids = ids
+        self.target_head = model.get_output_embeddings().weight.detach().float()
+        features = len(taps) * config.hidden_size
+        self.head = head = EagleHead(self.config, features, three=True)
+        embedding = model.get_input_embeddings().weight.detach().float()
+        head.embedding, head.embedded_ids = Borrowed(lambda tokens: F.embedding(tokens, embedding)), len(embedding)
+        head.lm_head = nn.Linear(config.hidden_size, len(ids), False)
+        head.ids = ids
+        self._warm_start(model)
+
+    @torch.no_grad()
+    def _warm_start(self, model: Any) -> None:
+        """The target's last layer, which looks at the last of the tapped states alone, and its rows of the target's head."""
+        head, layer = self.head, decoder_layers(model)[-1]
+        width = head.out.out_features
+        head.fc.weight.zero_()
+        head.fc.weight[:, -width:] = torch.eye(width)
+        head.lm_head.weight.copy_(self.target_head[self.ids])
+        try:
+            attention, mlp = layer.self_attn, layer.mlp
+            qkv = torch.cat([x.weight for x in (attention.q_proj, attention.k_proj, attention.v_proj)])
+            head.qkv.weight.mul_(0.1)[:, width:] = qkv
+            head.out.weight.copy_(attention.o_proj.weight)
+            head.gate_up.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+            head.down.weight.copy_(mlp.down_proj.weight)
+            head.hidden_norm.weight.copy_(layer.input_layernorm.weight)
+            head.mlp_norm.weight.copy_(layer.post_attention_layernorm.weight)
+            head.final_norm.weight.copy_(model.get_decoder().norm.weight)
+        except (AttributeError, RuntimeError):
+            pass  # another structure: what could be taken is a start all the same
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.head.parameters()
+
+    def losses(self, example: Example, steps: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+        """The weighted sum of cross-entropies over all steps and learnt tokens, and of each step how often head and target agree, of how
+        many."""
+        total, counts = torch.zeros(()), []
+        probs, best = self._taught(example)
+        for step, (hidden, at) in enumerate(self._steps(example, steps)):
+            learnt = example.learnt[at + 1]
+            if not bool(learnt.any()):
+                counts.append((0, 0))
+                continue
+            logits = self.head.lm_head(self.head.finish(hidden[learnt]))
+            total = total - _DECAY**step * (probs[at[learnt]] * logits.log_softmax(-1)).sum()
+            same = self.ids[logits.detach().argmax(-1)] == best[at[learnt]]
+            counts.append((int(same.sum()), len(same)))
+        return total, counts
+
+    @torch.no_grad()
+    def _taught(self, example: Example) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's distribution over the draft ids, ``[L,V']``, and its likeliest token, ``[L]``, after each token."""
+        logits = example.last.float() @ self.target_head.T
+        return logits[:, self.ids].softmax(-1), logits.argmax(-1)
+
+    def _steps(self, example: Example, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each step the head's states, and at which position the target says what they should know."""
+        head, tokens = self.head, example.tokens
+        length = len(tokens) - 1
+        hidden = head.fuse(example.states.float())[:length]
+        index = torch.arange(length)
+        own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for step in range(steps):
+            here = length - step  # indices for which there still is a token, and something to learn
+            if here < 2:
+                return
+            at, hidden = index[:here] + 1 + step, hidden[:here]
+            own = [(k[:, :here], v[:, :here]) for k, v in own]
+
+            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                return _attend(q, k, v, own)
+
+            hidden = head(tokens[at], hidden, head.rotations(at - 1, hidden), attend)
+            yield hidden[: here - 1], at[: here - 1]
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: list[tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """``[n,Hq,D]``: the keys of step 0 up to a query's own index, and of each step since the one of that index.
+
+    Args:
+        own: keys and values ``[Hq,n,D]`` of the steps so far, of step 0 first; this step's are added.
+    """
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.transpose(0, 1), *(x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    own.append((k, v))
+    first_k, first_v = own[0]
+    scale = q.shape[-1] ** -0.5
+    if len(own) == 1:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0].transpose(0, 1)
+    count = q.shape[1]
+    hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
+    scores = (q @ first_k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
+    later = torch.stack([(q * key).sum(-1) * scale for key, _ in own[1:]], -1)
+    weights = torch.cat((scores, later), -1).softmax(-1)
+    out = weights[..., :count] @ first_v
+    for i, (_, value) in enumerate(own[1:]):
+        out = out + weights[..., count + i, None] * value
+    return out.transpose(0, 1)
+
+
+def _config(config: Any) -> Any:
+    """A head's configuration, of the target's shapes."""
+    from transformers import LlamaConfig
+
+    given = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "intermediate_size": config.intermediate_size,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _theta(config)},
+        "num_hidden_layers": 1,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**given)
+
+
+def _theta(config: Any) -> float:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
+
+
+def save_eagle3(student: Eagle3Student, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """In the published layout, which other engines load too."""
+    head, config = student.head, student.config
+    heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    q, k, v = head.qkv.weight.split([heads, kv_heads, kv_heads])
+    gate, up = head.gate_up.weight.chunk(2)
+    tensors = {
+        "fc.weight": head.fc.weight,
+        "midlayer.self_attn.q_proj.weight": q,
+        "midlayer.self_attn.k_proj.weight": k,
+        "midlayer.self_attn.v_proj.weight": v,
+        "midlayer.self_attn.o_proj.weight": head.out.weight,
+        "midlayer.mlp.gate_proj.weight": gate,
+        "midlayer.mlp.up_proj.weight": up,
+        "midlayer.mlp.down_proj.weight": head.down.weight,
+        "midlayer.hidden_norm.weight": head.hidden_norm.weight,
+        "midlayer.input_layernorm.weight": head.input_norm.weight,
+        "midlayer.post_attention_layernorm.weight": head.mlp_norm.weight,
+        "norm.weight": head.final_norm.weight,
+        "lm_head.weight": head.lm_head.weight,
+    }
+    tensors = {name: x.detach().to(dtype).contiguous() for name, x in tensors.items()}
+    known = torch.zeros(config.vocab_size, dtype=torch.bool)
+    known[student.ids] = True
+    tensors |= {"d2t": student.ids - torch.arange(len(student.ids)), "t2d": known}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    written = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "dtype": str(dtype).removeprefix("torch."),
+        "draft_vocab_size": len(student.ids),
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in student.taps]},
+        "rope_theta": config.rope_parameters["rope_theta"],
+    }
+    names = (
+        "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps",
+        "hidden_act", "max_position_embeddings", "num_hidden_layers", "vocab_size", "tie_word_embeddings",
+    )  # fmt: skip
+    written |= {name: getattr(config, name) for name in names}
+    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
