@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +105,7 @@ class Eagle3Student:
                 return
             at, hidden = index[:here] + 1 + step, hidden[:here]
             own = [(k[:, :here], v[:, :here]) for k, v in own]
-
-            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                return _attend(q, k, v, own)
-
-            hidden = head(tokens[at], hidden, head.rotations(at - 1, hidden), attend)
+            hidden = head(tokens[at], hidden, head.rotations(at - 1, hidden), partial(_attend, own=own))
             yield hidden[: here - 1], at[: here - 1]
 
 
