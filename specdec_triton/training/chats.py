@@ -7,6 +7,8 @@ temperature, behind an opening that spreads the tasks; half of the answers are g
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,14 +160,20 @@ class ChatFile:
 
 
 def write_chats(
-    file: ChatFile, writer: ChatWriter, tokens: int, *, progress: Callable[[int], None] = lambda done: None
-) -> None:
-    """Append batches of chats until the file holds so many answers' tokens."""
+    file: ChatFile,
+    writer: ChatWriter,
+    tokens: int,
+    *,
+    until: float = math.inf,
+    progress: Callable[[int], None] = lambda done: None,
+) -> bool:
+    """Append batches of chats until the file holds so many answers' tokens, or until a time (``time.monotonic``); whether it does."""
     done = file.tokens()
     progress(done)
-    while done < tokens:
+    while done < tokens and time.monotonic() < until:
         torch.manual_seed(file.batches)
         chats = list(writer.write(file.batches))
         file.append(chats)
         done += sum(stop - start for chat in chats for start, stop in chat.answer)
         progress(done)
+    return done >= tokens
