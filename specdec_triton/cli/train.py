@@ -45,9 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", metavar="N", type=integer(1, 8), default=3, help="of feeding on its own drafts (default: 3)"
     )
-    parser.add_argument("--rate", metavar="X", type=number, default=4e-4, help="learning rate (default: 4e-4)")
+    parser.add_argument("--rate", metavar="X", type=number(1e-7), default=4e-4, help="learning rate (default: 4e-4)")
     parser.add_argument("--chats", metavar="N", type=integer(1, 512), default=64, help="written at once (default: 64)")
-    parser.add_argument("--max-hours", metavar="X", type=number, help="stop after so long; the same command goes on")
+    parser.add_argument(
+        "--max-hours", metavar="X", type=number(0.0), help="stop after so long; the same command goes on"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
