@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec_triton import ops
+    from specdec_triton import models, ops, verification  # noqa: F401
     from specdec_triton.drafters import DraftModel, NoDraft, PromptLookup
     from specdec_triton.engine import SpeculativeDecoder
     from specdec_triton.engine.request import GenerationOutput
@@ -31,6 +31,7 @@ __all__ = [
     "speculative",
 ]
 
+_MODULES = ("models", "ops", "verification")
 _HOME = {
     "DraftModel": "drafters",
     "GenerationOutput": "engine",
@@ -44,8 +45,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ops":
-        return importlib.import_module("specdec_triton.ops")
+    if name in _MODULES:
+        return importlib.import_module(f"specdec_triton.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'specdec_triton' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"specdec_triton.{_HOME[name]}"), name)
@@ -54,4 +55,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_MODULES})
