@@ -169,7 +169,7 @@ def test_masked_ids_never_win(method, backend):
 def sampled(method="rejection", *, drafts, logits, draft_logits=None, lse=None, backend="torch", **params):
     """The same drafts judged with many seeds (fewer in Triton's interpreter, where a filter's search takes 50 ms a row)."""
     filters = params.keys() & {"top_k", "top_p", "min_p"}
-    rows = 2000 if backend == "torch" else 6 if filters else 24
+    rows = 2000 if backend == "torch" else 6 if filters else 48
     return ops.accept_reject(
         torch.tensor(drafts, dtype=torch.int64).expand(rows, len(drafts)).contiguous(),
         logits.expand(rows, *logits.shape).contiguous(),
