@@ -223,7 +223,7 @@ def head_stats(
         return results
     chip = chip_of(hidden.device)
     config = head_config(columns, width, hidden.dtype, chip, races=method != "greedy")
-    rows = even_rows(hidden.reshape(-1, width))
+    rows = even_rows(hidden.reshape(batch * steps, width))
     with on_device(hidden):
         _head_stats_kernel[(triton.cdiv(batch * steps, config.block_m), parts)](
             *results,

@@ -14,7 +14,7 @@ from specdec_triton.kernels._head import merge_parts
 from specdec_triton.kernels.head_stats import head_stats
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "vocab"])
 def _merge_head_kernel(
     tokens_ptr,  # int64 [B]
     lse_ptr,  # fp32 [B]
@@ -22,11 +22,13 @@ def _merge_head_kernel(
     best_ptr,
     best_id_ptr,
     parts,
+    vocab,
     BLOCK_S: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     peak, log_sum, _, _, best_id = merge_parts(stats_ptr, best_ptr, best_id_ptr, row, row >= 0, parts, BLOCK_S)
-    tl.store(tokens_ptr + row, best_id.to(tl.int64))
+    # Of a row of NaN nobody wins; what is drawn from it may be fed to a model, and must be an id.
+    tl.store(tokens_ptr + row, tl.where(best_id < vocab, best_id, 0).to(tl.int64))
     tl.store(lse_ptr + row, tl.where(peak == float("inf"), peak, peak + log_sum))
 
 
@@ -51,5 +53,6 @@ def sample_head(
     race = "coupled" if node is None else "draft"
     stats = head_stats(*layer, None, None, *noise, 0, vocab, race, node or 0)
     with on_device(hidden):
-        _merge_head_kernel[(batch,)](tokens, lse, *stats, stats[2].shape[-1], BLOCK_S=512, num_warps=4, **EXACT)
+        parts = stats[2].shape[-1]
+        _merge_head_kernel[(batch,)](tokens, lse, *stats, parts, vocab, BLOCK_S=512, num_warps=4, **EXACT)
     return tokens, lse

@@ -33,7 +33,8 @@ def verify_head(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """tokens ``[B,K+1]``, num_accepted ``[B]``, status ``[B]``; see ``specdec_triton.ops.verify_head``."""
     if draft_logits is not None:
-        logits = skinny_linear(hidden.reshape(-1, hidden.shape[-1]), weight, bias, None).view(*hidden.shape[:2], -1)
+        batch, rows, width = hidden.shape
+        logits = skinny_linear(hidden.reshape(batch * rows, width), weight, bias, None).view(batch, rows, len(weight))
         if scale is not None:
             logits = logits * scale
         if softcap is not None:

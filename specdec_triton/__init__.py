@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specdec_triton import ops
+    from specdec_triton import models, ops, verification  # noqa: F401
     from specdec_triton.drafters import (
         Cascade,
         DraftModel,
@@ -45,6 +45,7 @@ __all__ = [
     "speculative",
 ]
 
+_MODULES = ("models", "ops", "verification")
 _HOME = {
     "Cascade": "drafters",
     "DraftModel": "drafters",
@@ -63,8 +64,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ops":
-        return importlib.import_module("specdec_triton.ops")
+    if name in _MODULES:
+        return importlib.import_module(f"specdec_triton.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'specdec_triton' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"specdec_triton.{_HOME[name]}"), name)
@@ -73,4 +74,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -60,7 +60,7 @@ def check_positive(name: str, value: Any) -> None:
     """None, or a finite number above 0 (0 would mean 'off' to one reader and 'nothing' to another)."""
     if value is not None:
         ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-        require(ok, name, "None (off) or a finite number above 0", value)
+        require(ok, name, "None (off) or a finite number above 0", repr(value))
 
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")

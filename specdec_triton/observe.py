@@ -162,13 +162,13 @@ class Observation:
                 ours = run(split)
             except Exception as error:
                 raise _refuse(adapter.model, f"a pass over the paged cache failed: {error}") from error
-            distance = _distance(ours.float(), own.float())[first:]
+            distance = row_distance(ours.float(), own.float())[first:]
             allowed = 1e-4 if self.dtype == torch.float32 else 0.1
             if not float(distance.median()) < allowed:  # a NaN fails too; the median forgives one flipped expert
                 raise _refuse(adapter.model, f"{reason} (relative difference {float(distance.median()):.2g})")
 
 
-def _distance(ours: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def row_distance(ours: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """How far rows of logits lie apart, by the largest of the row's numbers; columns that both mask with -inf count as equal."""
     masked = (own == float("-inf")) & (ours == float("-inf"))
     ours, own = (x.masked_fill(masked, 0.0) for x in (ours, own))
@@ -187,19 +187,14 @@ def observe(model: Any) -> Observation:
     Raises:
         UnsupportedModelError: with the reason.
     """
-    if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
-        raise UnsupportedModelError(f"target must be a transformers model, got {type(model).__name__}")
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise _refuse(model, "it is an encoder-decoder; only decoder-only language models are supported")
-    if model.get_output_embeddings() is None:
-        raise _refuse(model, "it has no language-model head")
+    check_kind(model)
     devices = sorted({str(p.device) for p in model.parameters()})
     if len(devices) != 1:
         raise _refuse(model, f"its parameters are spread over several devices ({', '.join(devices)}); load it on one")
     if any(hasattr(p, "device_mesh") for p in model.parameters()):  # ranks could accept different drafts at a near-tie
         raise _refuse(model, "its parameters are shared out over several processes; load it without a tp_plan")
-    if model.training and has_dropout(model):
-        raise _refuse(model, "it is in training mode, with dropout; call model.eval()")
+    if model.dtype == torch.float64:
+        raise _refuse(model, "its parameters are float64; load it in float32, bfloat16 or float16")
     device = torch.device(devices[0])
     config = model.config.get_text_config()
     recording, vocab_size = _record(model, device, config)
@@ -222,6 +217,18 @@ def observe(model: Any) -> Observation:
         keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
         mixture=any("expert" in name.rsplit(".", 1)[-1] for name, _ in model.named_modules()),
     )
+
+
+def check_kind(model: Any) -> None:
+    """Raises UnsupportedModelError for what is no decoder-only language model of transformers in evaluation mode."""
+    if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
+        raise UnsupportedModelError(f"the model must be a transformers model, got {type(model).__name__}")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise _refuse(model, "it is an encoder-decoder; only decoder-only language models are supported")
+    if model.get_output_embeddings() is None:
+        raise _refuse(model, "it has no language-model head")
+    if model.training and has_dropout(model):
+        raise _refuse(model, "it is in training mode, with dropout; call model.eval()")
 
 
 def model_lock(model: Any) -> Any:

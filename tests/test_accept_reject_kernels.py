@@ -29,9 +29,9 @@ EQUAL = {
 
 
 @pytest.mark.parametrize(("method", "options"), EQUAL.values(), ids=EQUAL)
-def test_hundreds_of_rows_equal_the_reference(method, options):
+def test_rows_equal_the_reference(method, options):
     """Ragged, part of them greedy, with and without what the drafter's ``sample`` returned."""
-    rows, k, vocab = 60 if options else 100, 4, 41
+    rows, k, vocab = 24 if options else 60, 4, 41
     target = torch.randn(rows, k + 1, vocab).bfloat16()
     draft = target[:, :k].float() + 0.5 * torch.randn(rows, k, vocab)
     params = batch_of(rows, position=17, **options)
@@ -44,6 +44,7 @@ def test_hundreds_of_rows_equal_the_reference(method, options):
             own = target[:, j].argmax(-1) if method == "greedy" else ops.sample(target[:, j], params=at)
             drafts[:, j] = torch.where(torch.rand(rows) < 0.8, own, drafts[:, j])
     lens = torch.randint(0, k + 1, (rows,))
+    lens[::2] = k
     given = {"draft_lse": lse} if len(options) % 2 else {}
     args = {"draft_lens": lens, "params": params, "method": method, **given}
     want = ops.accept_reject(drafts, target, draft, backend="torch", **args)

@@ -260,6 +260,11 @@ def test_not_a_transformers_model(target):
         SpeculativeDecoder(target)
 
 
+def test_float64_is_refused():
+    with pytest.raises(UnsupportedModelError, match="its parameters are float64; load it in float32"):
+        SpeculativeDecoder(toy_model().double())
+
+
 def test_no_head():
     with pytest.raises(UnsupportedModelError, match="no language-model head"):
         ModelAdapter(model_of("llama").model)

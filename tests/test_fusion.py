@@ -140,7 +140,7 @@ def test_fused_parts_share_one_product_and_keep_no_input() -> None:
     want = parts[0].shared.product(x).split(parts[0].shared.sizes, -1)
     for part, expected in zip(parts, want, strict=True):
         assert torch.equal(part(x), expected)
-    assert parts[0].shared._input is None
+    assert parts[0].shared._given is None
     # Another order, an abandoned input, and the same part twice are all right too.
     parts[1](y)
     assert torch.equal(parts[2](x), want[2])
@@ -257,13 +257,21 @@ def test_an_optimized_model_can_be_neither_saved_nor_cast(monkeypatch: pytest.Mo
         with pytest.raises(RuntimeError, match="save it before optimize"):
             save()
     for kind in (torch.float64, torch.bfloat16, "meta"):
+        casting = optimize(toy("Llama", {}))
         with pytest.raises(RuntimeError, match="neither cast nor moved"):
-            optimize(toy("Llama", {})).to(kind)
+            casting.to(kind)
+        assert torch.equal(logits(casting), want)  # nothing was cast before the refusal
+    tied = optimize(toy("Llama", {"tie_word_embeddings": True}))
+    for change in (lambda: model.load_state_dict({}, strict=False), tied.tie_weights):
+        with pytest.raises(RuntimeError, match="before optimize"):
+            change()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
 
 
 @pytest.mark.parametrize("wrong", ["smollm2", None, nn.Linear(2, 2)], ids=["str", "None", "module"])
 def test_optimize_takes_a_model(wrong: object) -> None:
-    with pytest.raises(ValueError, match=f"takes a transformers model, got {type(wrong).__name__}"):
+    with pytest.raises(ValueError, match=f"must be a transformers model, got {type(wrong).__name__}"):
         optimize(wrong)
 
 

@@ -12,8 +12,10 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from specdec_triton import DraftModel, SamplingParams, SpeculativeDecoder, ops, optimize
 from specdec_triton.adapter import ModelAdapter
+from specdec_triton.errors import UnsupportedModelError
 from specdec_triton.fusion.decoder_layer import FusedDecoderLayer
 from specdec_triton.fusion.norms import fused_norm
+from specdec_triton.fusion.siblings import fuse_siblings
 from specdec_triton.head import find_head
 from specdec_triton.testing import plain_greedy, toy_model
 
@@ -238,3 +240,28 @@ def test_an_empty_batch(name):
         ops.append_kv(k, k, cache, cache.clone(), table, none)
     else:
         assert ops.rope_append(k, k, k, None, None, cache, cache.clone(), table, none).shape == k.shape
+
+
+def test_threads_in_one_module_keep_their_own_parts() -> None:
+    """What other threads do between the calls of two siblings, done in one."""
+    torch.manual_seed(0)
+    parent = nn.Module()
+    parent.first, parent.second = nn.Linear(4, 3), nn.Linear(4, 5)
+    mine, theirs = torch.randn(2, 4), torch.randn(2, 4)
+    want = [layer(x) for layer in (parent.first, parent.second) for x in (mine, theirs)]
+    fuse_siblings(parent, ["first", "second"])
+    got = [parent.first(mine), parent.first(theirs), parent.second(mine), parent.second(theirs)]
+    torch.testing.assert_close(got, want)
+
+
+def test_what_is_no_fault_of_the_rewrite() -> None:
+    """Heads of nothing but zeros are fine; numbers that are not finite were there before; a model without a head is none."""
+    model = toy_model()
+    model.lm_head.weight.data.zero_()
+    assert not optimize(model)(input_ids=torch.tensor([[1, 2, 3]])).logits.any()
+    broken = toy_model()
+    broken.model.embed_tokens.weight.data.fill_(float("nan"))
+    with pytest.raises(UnsupportedModelError, match="its logits hold NaN or infinity"):
+        optimize(broken)
+    with pytest.raises(UnsupportedModelError, match="no language-model head"):
+        optimize(toy_model().model)

@@ -149,3 +149,9 @@ def test_opcheck(activation):
 def test_runs_on_meta():
     out = ops.gated_mlp_activation(torch.ones(3, 8, device="meta").bfloat16())
     assert (out.shape, out.dtype, out.device.type) == ((3, 4), torch.bfloat16, "meta")
+
+
+def test_contiguous_whatever_the_strides(backend):
+    x = torch.randn(4, 2, 8).transpose(0, 1)
+    assert ops.gated_mlp_activation(x, backend=backend).is_contiguous()
+    torch.library.opcheck(torch.ops.specdec.gated_mlp_activation.default, (x, "silu", "torch"))

@@ -270,3 +270,13 @@ def test_runs_on_meta(form):
     given = {name: x.to("meta").half() for name, x in good().items()}
     for out in call(given["x"], given["weight"].float(), given["residual"], form, None):
         assert (out.shape, out.dtype, out.device.type) == ((5, 4), torch.float16, "meta")
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_contiguous_whatever_the_strides(after, backend):
+    x, residual = (torch.randn(4, 2, 8).transpose(0, 1) for _ in range(2))
+    weight = torch.randn(8)
+    for given in ({}, {"residual": residual, "residual_after": after}):
+        got = ops.rms_norm(x, weight, **given, backend=backend)
+        assert all(y.is_contiguous() for y in (got if isinstance(got, tuple) else (got,)))
+    torch.library.opcheck(torch.ops.specdec.rms_norm.default, (x, weight, EPS, False, residual, after, "torch"))

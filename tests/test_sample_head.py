@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec_triton import ops
-from specdec_triton.testing import INF, batch_of
+from specdec_triton.testing import INF, NAN, batch_of
 
 OP = "sample_head"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -45,6 +45,17 @@ def test_equals_sample(case, node, dtype, backend):
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)
     args["return_lse"] = False
     assert torch.equal(ops.sample_head(hidden, weight, **options, **args), want)
+
+
+@pytest.mark.parametrize("vocab", [1, 64, 513])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_of_nan_gives_an_id(vocab, temperature, backend):
+    """It may be fed to a model before anybody looks at the log-sum-exp."""
+    hidden = torch.tensor([[NAN, 1.0], [1.0, 1.0]])
+    params = batch_of(2, temperature=temperature)
+    tokens, lse = ops.sample_head(hidden, torch.ones(vocab, 2), params=params, return_lse=True, backend=backend)
+    assert 0 <= int(tokens.min()) <= int(tokens.max()) < vocab
+    assert lse.isfinite().tolist() == [False, True]
 
 
 def test_masks_and_no_rows(backend):

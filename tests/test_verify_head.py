@@ -132,6 +132,13 @@ def test_bad_rows(value, method, backend):
     assert ops.verify_head(hidden, weight, drafts, **args).status.tolist() == [1, 0, 0]
 
 
+@pytest.mark.parametrize("method", ["greedy", "coupled", "rejection"])
+def test_no_requests(method, backend):
+    args = (torch.zeros(0, 3, 4), torch.zeros(5, 4), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2, 5))
+    got = ops.verify_head(*args, params=batch_of(0), method=method, backend=backend)
+    assert [tuple(x.shape) for x in got] == [(0, 3), (0,), (0,)]
+
+
 def test_strides(backend):
     """Rows of hidden out of line, a weight and a bias inside others; guards around all of them, poison in what is written."""
     hidden, weight, options, drafts, lens, params = problem(3, 1, 12, 70, {"bias": True}, torch.bfloat16)
@@ -261,12 +268,23 @@ def test_good_arguments_are_good():
 
 def test_halves_refuse():
     args = good()
-    for changes in ({"first_id": 2}, {"first_id": -4}, {"vocab": 7}):
+    for changes in ({"first_id": 2}, {"first_id": -4}, {"first_id": 2**31 - 8}, {"first_id": None}, {"vocab": 7}):
         with pytest.raises(ValueError, match=f"^{next(iter(changes))} must be"):
             ops.head_stats(**args, **changes)
     stats = ops.head_stats(**args)
     rest = {"draft_tokens": args["draft_tokens"], "params": args["params"], "method": "rejection"}
-    for bad in ([], [None], [stats, stats._replace(vocab=9)], stats._replace(best=stats.best[..., :1])):
+    nothing = stats._replace(stats=stats.stats[:, :, :0], best=stats.best[:, :, :0], best_id=stats.best_id[:, :, :0])
+    for bad in (
+        [],
+        None,
+        3,
+        [None],
+        nothing,
+        stats._replace(vocab=8.0),
+        stats._replace(vocab=-1),
+        [stats, stats._replace(vocab=9)],
+        stats._replace(best=stats.best[..., :1]),
+    ):
         with pytest.raises(ValueError, match=r"^stats"):
             ops.accept_stats(bad, **rest)
 

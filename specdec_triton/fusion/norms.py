@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,10 @@ class FusedRMSNorm(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._derive()  # of the weight in its new dtype: cast themselves, they would be rounded twice
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._derive()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kernels:

@@ -79,6 +79,14 @@ class PackedLinear(nn.Module):
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("an optimized model cannot be saved: its weights are packed; save it before optimize()")
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            "an optimized model cannot be loaded into: its weights are packed; load them before optimize()"
+        )
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        raise RuntimeError(f"an optimized model's {name} cannot be set: it is packed; set or tie it before optimize()")
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
         moved = fn(torch.empty(0, dtype=self.dtype))
         if moved.dtype != self.dtype or moved.device.type != "cpu":

@@ -9,25 +9,36 @@ from torch import nn
 
 
 class SharedProduct(nn.Module):
-    """The product of sibling layers: computed when the first is called, handed out part by part."""
+    """The product of sibling layers: computed when the first is called, handed out part by part.
+
+    Threads that are in the module at once each have parts of their own input, or compute them once more.
+    """
 
     def __init__(self, product: nn.Module, sizes: list[int]) -> None:
         super().__init__()
         self.product = product
         self.sizes = sizes
-        self._input: torch.Tensor | None = None
-        self._parts: list[torch.Tensor | None] = []
+        self._given: tuple[torch.Tensor, list[torch.Tensor | None]] | None = (
+            None  # an input, and what is left of its product
+        )
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("an optimized model cannot be saved: its weights are joined; save it before optimize()")
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            "an optimized model cannot be loaded into: its weights are joined; load them before optimize()"
+        )
+
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        if self._input is not x or self._parts[index] is None:
-            self._input, self._parts = x, list(self.product(x).split(self.sizes, -1))
-        out = self._parts[index]
-        self._parts[index] = None
-        if not any(part is not None for part in self._parts):
-            self._input = None
+        given = self._given
+        if given is None or given[0] is not x or given[1][index] is None:
+            given = self._given = (x, list(self.product(x).split(self.sizes, -1)))
+        parts = given[1]
+        out = parts[index]
+        parts[index] = None
+        if self._given is given and not any(part is not None for part in parts):
+            self._given = None
         assert out is not None
         return out
 

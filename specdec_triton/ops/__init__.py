@@ -3,7 +3,7 @@
 Symbols: B requests, T new positions each, K drafts, Hq query heads, Hkv KV heads, D head size, V vocabulary, P pages of
 S tokens. Token ids, seeds and positions are int64, other integers int32, probabilities and temperatures float32. Every
 op takes ``backend``: ``"triton"``, ``"torch"`` or None (Triton on a GPU, PyTorch elsewhere; ``SPECDEC_BACKEND``
-overrides).
+overrides). They are for inference: none has a gradient.
 """
 
 from __future__ import annotations

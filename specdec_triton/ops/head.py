@@ -236,9 +236,9 @@ def head_stats(
     batch, rows = hidden.shape[:2]
     draft_tokens = integers("draft_tokens", draft_tokens, (batch, rows - 1), hidden, torch.int64)
     draft_lens = lengths(draft_lens, batch, rows - 1, hidden)
-    check_integer("first_id", first_id, 0)
-    require(first_id % 4 == 0, "first_id", "a multiple of 4", first_id)
+    require(isinstance(first_id, int) and first_id % 4 == 0, "first_id", "a multiple of 4", first_id)
     end = first_id + weight.shape[0]
+    check_integer("first_id", first_id, 0, 2**31 - 1 - weight.shape[0])
     if vocab is not None:
         check_integer("vocab", vocab, end, 2**31 - 1)
     noise = _noise(params, batch, hidden, method, "accept_reject")
@@ -262,7 +262,8 @@ def accept_stats(
     """The second half of :func:`verify_head`: the decision, from the statistics of all shards of the vocabulary.
 
     Args:
-        stats: what :func:`head_stats` gave for each shard, in any order, or for the whole.
+        stats: what :func:`head_stats` gave for each shard, in any order, or for the whole. A shard that is missing is a part of
+            the vocabulary that cannot win.
         draft_tokens, draft_lens, params, method: what it was given.
 
     Returns:
@@ -272,10 +273,14 @@ def accept_stats(
     Raises:
         ValueError: shapes, dtypes, devices or a method that do not fit; shards of different passes.
     """
-    shards = [stats] if isinstance(stats, HeadStats) else list(stats)
-    require(bool(shards), "stats", "a HeadStats or a sequence of them", "an empty one")
+    shards: Sequence[HeadStats] = [stats] if isinstance(stats, HeadStats) else stats
+    listed = isinstance(shards, (list, tuple)) and len(shards) > 0
+    require(
+        listed, "stats", "a HeadStats or a list of them", stats if isinstance(stats, list) else type(stats).__name__
+    )
     for shard in shards:
-        require(isinstance(shard, HeadStats), "stats", "a HeadStats or a sequence of them", type(shard).__name__)
+        require(isinstance(shard, HeadStats), "stats", "a HeadStats or a list of them", type(shard).__name__)
+        check_integer("stats.vocab", shard.vocab, 1, 2**31 - 1)
         check_tensor("stats.stats", shard.stats, (None, None, None, 3))
         check_tensor("stats.best", shard.best, (*shard.stats.shape[:3], 2), shard.stats)
         check_tensor("stats.best_id", shard.best_id, tuple(shard.stats.shape[:3]), shard.stats)
@@ -288,7 +293,7 @@ def accept_stats(
     first = fields[0]
     _check_method(method, None)
     batch, rows = first.shape[:2]
-    require(rows >= 1, "stats.stats", "of shape [B,T,C,3] with T >= 1", list(first.shape))
+    require(min(rows, first.shape[2]) >= 1, "stats.stats", "of shape [B,T,C,3] with T, C >= 1", list(first.shape))
     draft_tokens = integers("draft_tokens", draft_tokens, (batch, rows - 1), first, torch.int64)
     draft_lens = lengths(draft_lens, batch, rows - 1, first)
     noise = _noise(params, batch, first, method, "accept_reject")

@@ -15,4 +15,4 @@ _ACTIVATIONS = {
 def gated_mlp_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """``[...,I]``; see ``specdec_triton.ops.gated_mlp_activation``."""
     gate, up = gate_up.float().chunk(2, -1)
-    return (_ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+    return (_ACTIVATIONS[activation](gate) * up).to(gate_up.dtype).contiguous()

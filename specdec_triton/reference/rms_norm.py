@@ -17,11 +17,11 @@ def rms_norm(
     scale = weight.float() + 1.0 if add_one else weight.float()
 
     def norm(h: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(h.float(), scale.shape, scale, eps).to(x.dtype)
+        return torch.nn.functional.rms_norm(h.float(), scale.shape, scale, eps).to(x.dtype).contiguous()
 
     if residual is None:
         return [norm(x)]
     if residual_after:
-        return [residual + norm(x)]
-    total = x + residual
+        return [(residual + norm(x)).contiguous()]
+    total = (x + residual).contiguous()
     return [norm(total), total]

@@ -10,4 +10,4 @@ def skinny_linear(
 ) -> torch.Tensor:
     """``[M,N]``; see ``specdec_triton.ops.skinny_linear``. A residual is added to the rounded product, as modules do."""
     out = torch.nn.functional.linear(x, weight, bias)
-    return out if residual is None else out + residual
+    return (out if residual is None else out + residual).contiguous()
