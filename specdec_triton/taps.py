@@ -47,7 +47,7 @@ class Taps:
         """Inside, the model's passes leave their hidden states here."""
         hooks = []
         try:
-            for layer in self._wanted:
+            for layer in set(self._wanted):
                 if layer < len(self._layers):
                     module, given = self._layers[layer], self._given(layer)
                     hooks.append(module.register_forward_pre_hook(given, with_kwargs=True))
@@ -61,7 +61,8 @@ class Taps:
 
     def take(self, p: Pass | None = None) -> None:
         """The pass is over; None: it was the module's own, of one text."""
-        seen = [self._seen.pop(layer) for layer in self._wanted]
+        seen = [self._seen[layer] for layer in self._wanted]
+        self._seen.clear()
         states = torch.cat(seen, -1) if len(seen) > 1 else seen[0]
         self.states = states if p is None else p.unpack(states[0])
 

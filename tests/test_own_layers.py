@@ -203,7 +203,7 @@ def test_medusa_in_batches(tmp_path):
 
 BROKEN = {
     "missing": (
-        lambda t: t.pop("1.0.linear.bias") and t.pop("1.0.linear.weight"),
+        lambda t: [t.pop(f"1.0.linear.{x}") for x in ("bias", "weight")],
         "lacks the tensor '1.0.linear.weight'",
     ),
     "unused": (lambda t: t.update(extra=torch.ones(1)), "no known use, 'extra' first"),
