@@ -237,7 +237,7 @@ def _typical(
     return low, high
 
 
-@triton.jit(do_not_specialize=["rows", "all_rows", "splits", "node"])
+@triton.jit(do_not_specialize=["rows", "all_rows", "splits", "node", "stride_parents"])
 def _cut_kernel(
     cut_ptr,  # fp32 [B,R,2]: scaled logits below the first or above the second are removed; infinite if the request keeps all
     stats_ptr,  # in place, as are the winners: those of the kept tokens in split 0

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import EXACT
+from specdec_triton.kernels._config import EXACT, at_most_registers, chip_of
 from specdec_triton.kernels._filters import GROUP, filter_rows, filters_at_all
 from specdec_triton.kernels._primitives import NEG_INF, STREAM_COUPLED, gumbel, inverse_of
 from specdec_triton.kernels._splits import SPLIT_V, depth_of, is_skipped, load_row, pick_best, two_sum
@@ -31,7 +31,7 @@ def _store_part(stats_ptr, at, s, bad, ENTROPY: tl.constexpr):
         tl.store(stats_ptr + at * 3 + 2, tl.sum(tl.where(s == NEG_INF, 0.0, e * (s - finite)), 0))
 
 
-@triton.jit(do_not_specialize=["rows", "all_rows", "node"])
+@triton.jit(do_not_specialize=["rows", "all_rows", "node", "stride_parents"])
 def _row_stats_kernel(
     stats_ptr,  # fp32 [B,R,splits,3]: maximum m (+inf: NaN or +inf found), sum of e = exp(s - m), sum of e (s - m)
     best_ptr,  # fp32 [B,R,splits,2]: the winner's s, plus noise, as an exact sum of two numbers
@@ -85,6 +85,9 @@ def _row_stats_kernel(
         if DRAFTS_FOR_FILTERS:
             if (row >= rows) & (filters == 0):
                 return
+    depth = 0  # looked up while registers are free
+    if STREAM == STREAM_COUPLED:
+        depth = depth_of(row, parents_ptr, b * stride_parents, TREE)
     first = split * SPLIT
     logits = logits_ptr + b * stride_logits_batch + row.to(tl.int64) * stride_logits_row
     if HAS_DRAFT:
@@ -101,9 +104,7 @@ def _row_stats_kernel(
     high, low = s, tl.zeros([SPLIT], tl.float32)
     if STREAM >= 0:
         if temperature > 0:
-            position = tl.load(position_ptr + b)
-            if STREAM == STREAM_COUPLED:
-                position += depth_of(row, parents_ptr, b * stride_parents, TREE)
+            position = tl.load(position_ptr + b) + depth
             high, low = two_sum(s, gumbel(tl.load(seed_ptr + b), position, node, STREAM, first, SPLIT))
     at = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + split
     _store_part(stats_ptr, at, s, bad, ENTROPY)
@@ -203,6 +204,7 @@ def row_stats(
         HAS_TYPICAL=typical_p is not None,
         DRAFTS_FOR_FILTERS=drafts_for_filters,
         num_warps=8,
+        **(at_most_registers(96, chip_of(logits.device)) if parents is not None else {}),
         **EXACT,
     )
     result = RowStats(stats, best, best_id, None)

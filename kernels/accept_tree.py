@@ -1,8 +1,9 @@
 """``accept_tree``: which path of a drafted tree the target keeps, and the one token that it adds.
 
 Every target row is read once, with the vocabulary split across programs (``_rows.py``): its log-sum-exp and the winner of its
-position's race. One program a request (``_pick_kernel``) then walks from the root: to the child that is the winner; with ``typical`` to the
-deepest child that is likely enough. That is two launches.
+position's race. One program a request (``_pick_kernel``) then walks from the root to the child that is the winner, and so on. That is two
+launches; with ``typical``, which goes to the deepest child that is likely enough, one more (``_likely_kernel``) says after which row
+what is.
 
 Children that were drawn are judged by recursive rejection, which takes two more. After k rejected siblings what is left of p at a token x
 that was not among them is max(p(x) - C q(x), 0), with one number C for the whole row: a maximum with 0 of a maximum with 0 may be
@@ -21,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_triton.kernels._config import EXACT, dense, on_device
+from specdec_triton.kernels._config import EXACT, at_most_registers, chip_of, dense, on_device
 from specdec_triton.kernels._filters import is_cut
 from specdec_triton.kernels._primitives import (
     NEG_INF,
@@ -187,13 +188,13 @@ def _siblings_kernel(
                 if siblings > 0:
                     p_mass, q_mass = left, 0.0
                     for first in range(0, vocab, BLOCK_V):
-                        s = load_row(target, first, vocab, inverse, BLOCK_V)
-                        d = load_row(draft, first, vocab, inverse, BLOCK_V)
+                        s_tile = load_row(target, first, vocab, inverse, BLOCK_V)
+                        d_tile = load_row(draft, first, vocab, inverse, BLOCK_V)
                         if HAS_CUT:
-                            s = tl.where(is_cut(s, cut_ptr, p_row, True), NEG_INF, s)
-                            d = tl.where(is_cut(d, cut_ptr, q_row, True), NEG_INF, d)
-                        p_tile = tl.exp((s - peak) - log_sum)
-                        q_tile = tl.exp((d - draft_peak) - draft_log_sum)
+                            s_tile = tl.where(is_cut(s_tile, cut_ptr, p_row, True), NEG_INF, s_tile)
+                            d_tile = tl.where(is_cut(d_tile, cut_ptr, q_row, True), NEG_INF, d_tile)
+                        p_tile = tl.exp((s_tile - peak) - log_sum)
+                        q_tile = tl.exp((d_tile - draft_peak) - draft_log_sum)
                         rest = first + tl.arange(0, BLOCK_V) >= 0
                         for j in range(node + 1, i):
                             rest = rest & (first + tl.arange(0, BLOCK_V) != _of_node(gone, j, BLOCK_N))
@@ -289,6 +290,31 @@ def _race_kernel(
     store_winner(race_ptr, race_id_ptr, b * splits + split, value, noise, token)
 
 
+@triton.jit(do_not_specialize=["n", "splits"])
+def _likely_kernel(
+    likely_ptr,  # fp32 [B,N,3]: the maximum and the log of the sum of each row, and what is likely enough after it
+    stats_ptr,
+    node_lens_ptr,
+    epsilon,
+    delta,
+    n,
+    splits,
+    BLOCK_S: tl.constexpr,
+    HAS_LENS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if HAS_LENS:
+        if row % n >= tl.load(node_lens_ptr + row // n):
+            return
+    part = tl.arange(0, BLOCK_S)
+    at, exists = row * splits + part, part < splits
+    peak, log_sum = merge_sums(stats_ptr, at, exists)
+    threshold = tl.minimum(delta * tl.exp(-merge_entropy(stats_ptr, at, exists)), epsilon)
+    tl.store(likely_ptr + row * 3, peak)
+    tl.store(likely_ptr + row * 3 + 1, log_sum)
+    tl.store(likely_ptr + row * 3 + 2, threshold)
+
+
 @triton.jit(do_not_specialize=["n", "all_rows", "splits", "vocab", "stride_tokens", "stride_parents"])
 def _pick_kernel(
     path_ptr,  # int64 [B,N]
@@ -298,6 +324,7 @@ def _pick_kernel(
     race_ptr,
     race_id_ptr,
     ratio_ptr,
+    likely_ptr,  # (TYPICAL)
     node_logits_ptr,
     node_tokens_ptr,
     parents_ptr,
@@ -309,8 +336,6 @@ def _pick_kernel(
     temperature_ptr,
     seed_ptr,
     position_ptr,
-    epsilon,
-    delta,
     n,
     all_rows,
     splits,
@@ -348,8 +373,9 @@ def _pick_kernel(
             log_p = scaled_logits(tl.load(node_logits_ptr + offset, mask=child, other=NEG_INF), inverse_of(temperature))
             if HAS_CUT:
                 log_p = tl.where(is_cut(log_p, cut_ptr, parent_row, child), NEG_INF, log_p)
-            peak, log_sum = merge_sums(stats_ptr, of_parent, parts)
-            threshold = tl.minimum(delta * tl.exp(-merge_entropy(stats_ptr, of_parent, parts)), epsilon)
+            likely = likely_ptr + (b * n + tl.maximum(parents, 0)) * 3
+            peak, log_sum = tl.load(likely, mask=child, other=0.0), tl.load(likely + 1, mask=child, other=0.0)
+            threshold = tl.load(likely + 2, mask=child, other=0.0)
             keeps = child & (tl.exp((log_p - peak) - log_sum) > threshold)
             node, depth, path = _to_the_deepest(keeps, parents, BLOCK_N)
 
@@ -435,8 +461,14 @@ def accept_tree(
             "HAS_CUT": rows.cut is not None,
             **EXACT,
         }
-        race = race_id = ratio = None
-        kind = TYPICAL if method == "typical" else WINNERS
+        race = race_id = ratio = likely = None
+        kind = WINNERS
+        if method == "typical":
+            kind, likely = TYPICAL, empty(batch, n, 3)
+            _likely_kernel[(batch * n,)](
+                likely, rows.stats, node_lens, epsilon, delta, n, splits,
+                BLOCK_S=rows.block_s, HAS_LENS=node_lens is not None, num_warps=1, **EXACT,
+            )  # fmt: skip
         if drafts is not None:
             kind = REJECTION
             ratio, spent, left = empty(batch, n), empty(batch, n), empty(batch, n)
@@ -445,15 +477,15 @@ def accept_tree(
             stats = (rows.stats, rows.cut, temperature)
             _siblings_kernel[(batch * n,)](
                 ratio, spent, left, *logits, *tree, *stats, n, *sizes, *strides,
-                BLOCK_V=SPLIT_V, num_warps=8, **flags,
+                BLOCK_V=SPLIT_V // 2, num_warps=4, **at_most_registers(192, chip_of(node_logits.device)), **flags,
             )  # fmt: skip
             _race_kernel[(batch, splits)](
                 race, race_id, ratio, spent, left, *logits, *tree, *stats, seed, position, n, *sizes, *strides,
                 SPLIT=SPLIT_V, num_warps=8, **flags,
             )  # fmt: skip
         _pick_kernel[(batch,)](
-            *results, race, race_id, ratio, node_logits, *tree, rows.stats, rows.best, rows.best_id, rows.cut,
-            temperature, seed, position, epsilon, delta, n, all_rows, *sizes, *node_logits.stride()[:2],
+            *results, race, race_id, ratio, likely, node_logits, *tree, rows.stats, rows.best, rows.best_id, rows.cut,
+            temperature, seed, position, n, all_rows, *sizes, *node_logits.stride()[:2],
             METHOD=kind.value, num_warps=8, **flags,
         )  # fmt: skip
     return results

@@ -37,7 +37,7 @@ _OVERWRITES = (aten.copy_, aten.fill_, aten.zero_, *_SCATTERS)
 # and so does a product with few outputs and a long K on a large chip.
 _KERNELS = {
     "append_kv": 1, "apply_logit_rules": 1, "compact_kv": 1, "ngram_propose": 1, "row_mean": 1, "skinny_linear": 1, "verify_attention": 2, "sample": 2,
-    "accept_reject": 2, "rms_norm": 1, "gated_mlp_activation": 1, "gated_linear": 1, "rope_append": 1,
+    "accept_reject": 2, "accept_tree": 2, "rms_norm": 1, "gated_mlp_activation": 1, "gated_linear": 1, "rope_append": 1,
     "verify_head": 2, "sample_head": 2, "head_stats": 1, "accept_stats": 1,
 }  # fmt: skip
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
@@ -256,8 +256,12 @@ def _kernels(call: Call) -> int:
     """Launches of an op of ours, as in kernels/: rows, two to filter them, then a merge or a race and its end; rules, then repeats."""
     name, given = call.op.__name__, call.given
     method = given.get("method")
-    races = name == "accept_reject" and method in ("rejection", "block", "typical")
-    filters = name in ("sample", "accept_reject") and method != "greedy" and given["has_filters"] is not False
+    races = int(name == "accept_reject" and method in ("rejection", "block", "typical"))
+    if name == "accept_tree":
+        races = 2 if method == "rejection" and given["node_draft_logits"] is not None else int(method == "typical")
+    filters = (
+        name in ("sample", "accept_reject", "accept_tree") and method != "greedy" and given["has_filters"] is not False
+    )
     repeats = given.get("ngram") is not None
     return _KERNELS[name] + races + 2 * filters + repeats
 

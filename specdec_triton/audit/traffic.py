@@ -146,6 +146,15 @@ def accept_reject(
     return Traffic(moved, floor=row * (k + 1 + drafts))
 
 
+def accept_tree(batch: int, nodes: int, vocab: int, itemsize: int, *, drawn: bool, filters: bool) -> Traffic:
+    """Every target row once; of ``drawn`` children the draft rows too, and the two rows of the last node again for what is left of them.
+    The passes that siblings after the first take are left out: they depend on the tree. Floor: both once."""
+    row = batch * vocab * itemsize
+    summed = nodes * (2 if drawn else 1)
+    moved = row * (summed + (2 if drawn else 0)) + batch * summed * _filtering(vocab, itemsize, filters, False)
+    return Traffic(moved, floor=row * summed)
+
+
 def _filtering(vocab: int, itemsize: int, filters: bool, typical: bool) -> int:
     """Bytes of one row's filters: the group maxima, written and read. Typical-p alone reads all groups in each step, of which there are
     about as many as V has bits (V = 49,152, normal logits: 13 in bf16, 19 in fp32), before them for the mean, and for the winner."""

@@ -16,13 +16,13 @@ import warnings
 from collections.abc import Sequence
 
 from specdec_triton import __version__
-from specdec_triton.cli import audit, doctor, generate, train, tune, verify
+from specdec_triton.cli import audit, doctor, generate, train, tune, tune_skip, verify
 from specdec_triton.cli.common import PROGRAM, HelpFormatter, Parser, UsageError, note, one_line, warn
 from specdec_triton.errors import BackendUnavailableError, ModelNotFoundError, UnsupportedModelError
 
 __all__ = ["main"]
 
-COMMANDS = (generate, doctor, audit, tune, train, verify)
+COMMANDS = (generate, doctor, audit, tune, tune_skip, train, verify)
 _EPILOG = """examples:
   specdec-triton generate "Why is the sky blue?"
   specdec-triton generate --file report.txt --compare

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec_triton.cli.common import PROGRAM, UsageError, integer, note, number, one_line, write
 from specdec_triton.cli.loading import (
+    FREE,
     add_model_arguments,
     check_models,
     load_drafter,
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adaptive",
         action=argparse.BooleanOptionalAction,
-        help="draft fewer than K tokens, or none, where more would not pay (default: with ngram drafts)",
+        help="draft fewer than K tokens, or none, where more would not pay (default: with ngram and suffix drafts)",
     )
     add_model_arguments(parser)
     group = parser.add_argument_group("sampling")
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         ids = encode(tokenizer, prompt, args.chat, args.system)
         target = load_target(args, device)
         drafter = load_drafter(args, device, target)
-        adaptive = args.draft == "ngram" if args.adaptive is None else args.adaptive
+        adaptive = args.draft in FREE if args.adaptive is None else args.adaptive
         decoder = make_decoder(target, drafter, args.num_draft_tokens, adaptive, tokenizer)
     settings = {
         "target": args.target,

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from specdec_triton.cli.common import UsageError, integer, warn
@@ -16,8 +17,11 @@ from specdec_triton.sampling import MAX_DRAFT_TOKENS
 if TYPE_CHECKING:
     from specdec_triton.drafters import Drafter
 
+CASCADE_MATCH = 3  # tokens that must repeat before a model is not asked
 DTYPES = ("bfloat16", "float32", "float16")
-_WITHOUT_MODEL = ("ngram", "none")
+FREE = ("ngram", "suffix")  # drafts that cost next to nothing
+_WITHOUT_MODEL = (*FREE, "skip", "none")
+_HEADS = ("eagle", "medusa")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +31,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--draft",
-        metavar="ngram|none|MODEL",
+        metavar="DRAFTER",
         default="ngram",
-        help="drafts from the text so far, none, or a small model with the target's tokenizer (default: ngram)",
+        help="ngram (default), suffix: from the text so far; MODEL: a small model with the target's tokenizer; eagle:PATH, "
+        "medusa:PATH: heads on the target; skip: its own layers, as tune-skip chose; cascade:DRAFTER: suffix, else that; none",
     )
     group.add_argument(
         "-k",
@@ -58,6 +63,26 @@ def _device_name(text: str) -> str:
     return text
 
 
+def split_draft(draft: str) -> tuple[bool, str, str]:
+    """What ``--draft`` says: whether it is a cascade, the kind of its drafter, and the model or path behind that (or nothing).
+
+    Raises:
+        UsageError: a path is missing, or the drafter of a cascade.
+    """
+    cascade = draft.startswith("cascade:")
+    rest = draft.removeprefix("cascade:")
+    if draft == "cascade" or (cascade and rest in ("", "none", *FREE)):
+        raise UsageError(
+            "--draft cascade: say what drafts where the text does not: cascade:MODEL, cascade:eagle:PATH ..."
+        )
+    kind, _, path = rest.partition(":")
+    if kind in _HEADS:
+        if not path:
+            raise UsageError(f"--draft {kind}: say where the head is: {kind}:PATH")
+        return cascade, kind, path
+    return cascade, *((rest, "") if rest in _WITHOUT_MODEL else ("model", rest))
+
+
 def pick_device(name: str) -> str:
     """The device that ``--device`` means here."""
     import torch
@@ -84,16 +109,17 @@ def quiet_transformers() -> None:
 
 def check_models(args: argparse.Namespace) -> Any:
     """Find both models and compare their vocabularies; returns the target's tokenizer."""
+    _, kind, name = split_draft(args.draft)
     load_config(args.target)
-    if args.draft not in _WITHOUT_MODEL:
-        load_config(args.draft)
+    if kind == "model":
+        load_config(name)
     tokenizer = load_tokenizer(args.target)
-    if args.draft not in (*_WITHOUT_MODEL, args.target):
+    if kind == "model" and name != args.target:
         try:
-            drafts = load_tokenizer(args.draft)
+            drafts = load_tokenizer(name)
         except ModelNotFoundError:  # then the sizes of the logits must do
             return tokenizer
-        check_vocabularies(tokenizer, drafts, args.draft)
+        check_vocabularies(tokenizer, drafts, name)
     return tokenizer
 
 
@@ -129,13 +155,25 @@ def load_target(args: argparse.Namespace, device: str) -> Any:
 
 def load_drafter(args: argparse.Namespace, device: str, target: Any) -> Drafter:
     """What ``--draft`` names; a model that is the target too is loaded once."""
-    from specdec_triton.drafters import DraftModel, NoDraft, PromptLookup
+    from specdec_triton import drafters
 
-    if args.draft == "none":
-        return NoDraft()
-    if args.draft == "ngram":
-        return PromptLookup()
-    return DraftModel(target if args.draft == args.target else _load(args.draft, args, device))
+    cascade, kind, name = split_draft(args.draft)
+    drafter: Drafter
+    if kind == "model":
+        drafter = drafters.DraftModel(target if name == args.target else _load(name, args, device))
+    elif kind == "eagle":
+        drafter = drafters.EagleDrafter(name)
+    elif kind == "medusa":
+        drafter = drafters.MedusaDrafter(name)
+    else:
+        makers: dict[str, Callable[[], Drafter]] = {
+            "none": drafters.NoDraft,
+            "ngram": drafters.PromptLookup,
+            "suffix": drafters.SuffixDrafter,
+            "skip": drafters.LayerSkip,
+        }
+        drafter = makers[kind]()
+    return drafters.Cascade([drafters.SuffixDrafter(min_match=CASCADE_MATCH), drafter]) if cascade else drafter
 
 
 def _load(name: str, args: argparse.Namespace, device: str) -> Any:

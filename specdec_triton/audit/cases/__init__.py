@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from specdec_triton.audit.cases import paged, products, rows, rowwise
+from specdec_triton.audit.cases import paged, products, rows, rowwise, trees
 from specdec_triton.audit.cases.base import Case
 
 
 def cases() -> list[Case]:
-    return [*paged.cases(), *rows.cases(), *products.cases(), *rowwise.cases()]
+    return [*paged.cases(), *rows.cases(), *trees.cases(), *products.cases(), *rowwise.cases()]
