@@ -104,7 +104,7 @@ class Trainer:
             part, counts = self._student.losses(example, steps)
             if part.requires_grad:
                 part.backward()
-            loss += float(part)
+            loss += float(part.detach())
             weight += counts[0][1] if counts else 0
             _add(tally, counts)
             if weight >= s.batch or (i == len(examples) - 1 and weight > 0):
