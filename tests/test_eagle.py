@@ -215,3 +215,14 @@ def test_layouts(form, tmp_path):
     far = eagle_chain(model, plain, TEXT, 4, taps=TAPS, theta=3.0)
     check(plain, base | {"rope_theta": 3.0}, far)
     check(plain, base | {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}, far)
+
+
+@pytest.mark.parametrize("version", ["eagle", "eagle3-reduced"])
+def test_sampled_texts_follow_the_target(version, tmp_path):
+    """With the drafter's own probabilities, enumerated (rejection), and its favourites counted."""
+    from specdec_triton.verification import check_distribution
+
+    model = target()
+    source = save(tmp_path / "head", eagle_tensors(model, **VERSIONS[version]), CONFIG)
+    report = check_distribution(ModelAdapter(model), EagleDrafter(source), TEXT, samples=400)
+    assert report.passed, report

@@ -204,6 +204,15 @@ class Drafter(ABC):
         """
 
 
+def spread(logits: torch.Tensor, ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """Logits ``[n,V']`` of some ids, int64 ``[V']``, as ``[n,V]``, where the others are impossible; None: as they are."""
+    if ids is None:
+        return logits
+    whole = logits.new_full((len(logits), vocab_size), float("-inf"))
+    whole[:, ids] = logits
+    return whole
+
+
 def nothing(lens: torch.Tensor) -> Drafts:
     """No drafts for anyone."""
     return Drafts(lens.new_empty(len(lens), 0, dtype=torch.int64), torch.zeros_like(lens))

@@ -64,6 +64,7 @@ class _Session(DraftSession):
 
     free = False
     seen: torch.Tensor
+    memory: int
 
     def __init__(self, head: EagleHead, taps: tuple[int, ...], target: ModelAdapter, options: SessionOptions) -> None:
         self._head = head

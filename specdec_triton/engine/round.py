@@ -17,7 +17,7 @@ from specdec_triton import ops
 from specdec_triton._checks import check_tensor, require
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafts, DraftSession, Round
-from specdec_triton.drafters.base import Draw, Drawn, nothing
+from specdec_triton.drafters.base import Draw, Drawn, nothing, spread
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.details import Details
@@ -234,10 +234,7 @@ class Rounds:
                     "greedy", logits, j
                 )  # noise and rules know ids; the largest is the largest among few, too
                 return Drawn(ids[tokens], lse, None)
-            if ids is not None:
-                few = logits
-                logits = few.new_full((len(few), self._target.vocab_size), float("-inf"))
-                logits[:, ids] = few
+            logits = spread(logits, ids, self._target.vocab_size)
             if shape.rules:
                 logits = self._judge.draft_logits(shape, logits, before[:j])
             tokens, lse = one(shape.methods[0], logits, j)

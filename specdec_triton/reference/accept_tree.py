@@ -73,8 +73,9 @@ def accept_tree(
         return torch.where(greedy, own, drawn)
 
     if method == "typical" and not all_greedy:
-        params = (temperature, top_k, top_p, min_p, typical_p)
-        rows = scaled_logits(node_logits.flatten(0, 1), *(_repeated(x, n) for x in params), has_filters)
+        t_rows, k_rows, p_rows, m_rows = (x.repeat_interleave(n) for x in (temperature, top_k, top_p, min_p))
+        y_rows = None if typical_p is None else typical_p.repeat_interleave(n)
+        rows = scaled_logits(node_logits.flatten(0, 1), t_rows, k_rows, p_rows, m_rows, y_rows, has_filters)
         walk.to_the_deepest(torch.where(greedy[:, None], False, _typical(walk, rows, epsilon, delta)))
         walk.follow(winner, moving=greedy)
     elif method == "rejection" and node_draft_logits is not None and not all_greedy:
@@ -208,7 +209,3 @@ def _typical(walk: _Walk, rows: torch.Tensor, epsilon: float, delta: float) -> t
     parents = walk.parents.clamp(0, n - 1)
     first = torch.arange(len(parents), device=parents.device)[:, None] * n
     return log_p[parents + first, walk.tokens].exp() > threshold.gather(1, parents)
-
-
-def _repeated(x: torch.Tensor | None, rows: int) -> torch.Tensor | None:
-    return None if x is None else x.repeat_interleave(rows)

@@ -28,8 +28,8 @@ OPENINGS = (
     "A train", "If I have", "Correct the grammar:", "Write an email", "Help me understand", "What is the difference between",
 )  # fmt: skip
 _SENTINEL = "\u241f placeholder \u241f"
-_USER = {"temperature": 1.0, "top_p": 0.95}
-_ANSWER = {"temperature": 0.8, "top_p": 0.95}
+_USER: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
+_ANSWER: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ class ChatWriter:
         asked = [(prompt, s) for prompt, s in zip(prompts, seeds, strict=True) if prompt is not None]
         for greedy in (True, False):
             some = [x for x in asked if (x[1] % 2 == 0) == greedy]
-            options = {"temperature": 0.0} if greedy else _ANSWER
+            options: dict[str, Any] = {"temperature": 0.0} if greedy else _ANSWER
             answers = self._generate([x[0] for x in some], options, self._max_answer, [x[1] for x in some])
             for (prompt, _), answer in zip(some, answers, strict=True):
                 if len(answer) > 1:
                     yield Chat(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
     def _generate(
-        self, prompts: Sequence[list[int]], options: dict[str, float], most: int, seeds: Sequence[int]
+        self, prompts: Sequence[list[int]], options: dict[str, Any], most: int, seeds: Sequence[int]
     ) -> list[list[int]]:
         params = [SamplingParams(max_new_tokens=most, seed=seed, **options) for seed in seeds]
         return [list(out.token_ids) for out in self._decoder.generate(list(prompts), params)]

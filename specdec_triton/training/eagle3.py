@@ -49,7 +49,8 @@ class Eagle3Student:
     @torch.no_grad()
     def _warm_start(self, model: Any) -> None:
         """The target's last layer, which looks at the last of the tapped states alone, and its rows of the target's head."""
-        head, layer = self.head, decoder_layers(model)[-1]
+        layer: Any = decoder_layers(model)[-1]
+        head: Any = self.head
         width = head.out.out_features
         head.fc.weight.zero_()
         head.fc.weight[:, -width:] = torch.eye(width)
@@ -163,7 +164,8 @@ def _theta(config: Any) -> float:
 
 def save_eagle3(student: Eagle3Student, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """In the published layout, which other engines load too."""
-    head, config = student.head, student.config
+    config = student.config
+    head: Any = student.head
     heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     q, k, v = head.qkv.weight.split([heads, kv_heads, kv_heads])
     gate, up = head.gate_up.weight.chunk(2)

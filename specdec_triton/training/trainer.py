@@ -19,7 +19,8 @@ from specdec_triton.training.features import Example, Features
 class Student(Protocol):
     """What is trained: see ``eagle3.Eagle3Student``."""
 
-    head: nn.Module
+    @property
+    def head(self) -> nn.Module: ...
 
     def losses(self, example: Example, steps: int) -> tuple[torch.Tensor, list[tuple[int, int]]]: ...
 

@@ -9,8 +9,9 @@ import torch
 
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, SessionOptions
-from specdec_triton.drafters.base import Drawn, Round
+from specdec_triton.drafters.base import Drawn, Round, spread
 from specdec_triton.sampling import SamplingBatch, SamplingParams
+from specdec_triton.taps import Taps
 from specdec_triton.verification.fit import Text
 from specdec_triton.verification.scoring import Scorer
 
@@ -79,21 +80,40 @@ def _asking(
 
     So a session takes each for the text before it, less some rejected drafts, and one token more.
     """
-    options = SessionOptions(slots=1, max_tokens=len(context) + params.max_new_tokens)
+    longest = len(context) + params.max_new_tokens
+    cache = target.new_cache(slots=1, page_size=16, num_pages=0, growable=True, max_tokens=longest + 1)
+    cache.reserve(0, longest + 1)
+    options = SessionOptions(slots=1, max_tokens=longest, cache=cache)
     one = torch.ones(1, dtype=torch.int32, device=target.device)
 
     def as_tensor(text: Text) -> torch.Tensor:
         return torch.tensor([[*context, *text]], device=target.device)
 
+    def follow(texts: torch.Tensor) -> None:
+        """What a session may look at besides the text: the target's keys and hidden states at all tokens but the last."""
+        if session.free or texts.shape[1] < 2:
+            return
+        start = 0 * one
+        target.forward(texts[:, :-1], cache, cache.block_table, start, last_only=True, taps=taps)
+        if taps is not None:
+            session.see(0, taps.states, start, None)
+
     with torch.inference_mode():
         session = drafter.bind(target, options)
-        session.reserve(0, len(context) + params.max_new_tokens)
+        taps = Taps(target.model, session.taps) if session.taps else None
+        session.reserve(0, longest)
+        follow(as_tensor(()))
         if session.seen is not None:
             session.extend(0, as_tensor(())[0], 0, len(context) - 1)
+
+    def draw(logits: torch.Tensor, j: int, ids: torch.Tensor | None = None) -> Drawn:
+        logits = spread(logits, ids, target.vocab_size)
+        return Drawn(logits.argmax(-1), logits.float().logsumexp(-1), logits)
 
     @torch.inference_mode()
     def ask(text: Text) -> Probabilities:
         texts = as_tensor(text)
+        follow(texts)
         length = texts.shape[1]
         round_ = Round(
             k=1,
@@ -101,7 +121,7 @@ def _asking(
             lens=one * length,
             limits=one,
             params=SamplingBatch.from_params([params], [length], target.device, seeds=[0]),
-            draw=lambda logits, j: Drawn(logits.argmax(-1), logits.float().logsumexp(-1), logits),
+            draw=draw,
             needs_logits=True,
             reads=not target.fixed_shapes,
         )

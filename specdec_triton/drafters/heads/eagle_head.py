@@ -71,7 +71,8 @@ class EagleHead(nn.Module):
             return nn.RMSNorm(width, eps)
 
         self.fc = nn.Linear(features if three else features + width, width, bias[0])
-        self.hidden_norm, self.input_norm = (norm(), norm()) if three else (None, None)
+        self.hidden_norm: Any = norm() if three else None
+        self.input_norm: Any = norm() if three else None
         self.qkv = nn.Linear(2 * width if three else width, heads * self.dim, bias[1])
         self.out = nn.Linear(self.q_heads * self.dim, width, False)
         self.mlp_norm = norm()

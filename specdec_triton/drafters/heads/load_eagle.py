@@ -79,7 +79,7 @@ def _config(c: Checkpoint) -> Any:
     """The head's own shapes, as a configuration of transformers, which knows all forms of RoPE and both ways to write them."""
     from transformers import LlamaConfig
 
-    given = {name: c.number(name) for name in _SHAPE}
+    given: dict[str, Any] = {name: c.number(name) for name in _SHAPE}
     given |= {name: c.config[name] for name in _OPTIONAL if c.config.get(name) is not None}
     heads = given["num_attention_heads"]
     given["num_key_value_heads"] = c.number("num_key_value_heads", heads)
