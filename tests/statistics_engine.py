@@ -107,13 +107,25 @@ class TableModel(ModelAdapter):
         )
 
     def forward(
-        self, tokens, cache, block_table, context_lens, query_lens=None, *, rows=None, last_only=False, packed=False
+        self,
+        tokens,
+        cache,
+        block_table,
+        context_lens,
+        query_lens=None,
+        *,
+        rows=None,
+        last_only=False,
+        packed=False,
+        taps=None,
     ):
         """As :meth:`ModelAdapter.forward`; logits that nobody may read are NaN."""
         row, given = self._rows(tokens, context_lens, query_lens, last_only)
         return self.table.rows[row[given]] if packed else self.table.rows[row].masked_fill(~given[..., None], NAN)
 
-    def hidden(self, tokens, cache, block_table, context_lens, query_lens=None, *, exact=False, last_only=False):
+    def hidden(
+        self, tokens, cache, block_table, context_lens, query_lens=None, *, exact=False, last_only=False, taps=None
+    ):
         """As :meth:`ModelAdapter.hidden`: a one for the table's row; NaN that nobody may read."""
         row, given = self._rows(tokens, context_lens, query_lens, last_only)
         ones = torch.nn.functional.one_hot(row, len(self.table.rows)).to(self.dtype)

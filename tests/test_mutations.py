@@ -26,9 +26,10 @@ from statistics_checks import (
     assert_same_in_any_order,
     follows,
 )
-from statistics_engine import DraftModelSession, Request, Setting, TableDrafter
+from statistics_engine import Request, Setting, TableDrafter
 
 from specdec_triton import NoDraft
+from specdec_triton.drafters.base import drafts_of
 from specdec_triton.engine.judge import Judge
 from specdec_triton.engine.round import Rounds
 from specdec_triton.engine.slots import Slots
@@ -142,9 +143,7 @@ DISTRIBUTIONS = {
     "raw-q-with-filters": bug(
         "filters", Edit(JUDGE, DRAFT_ROWS, DRAFT_ROWS.replace("*params", "*params[:-1], False")), OF_ITSELF
     ),
-    "q-of-another-draft": bug(
-        "rejection", Edit(DraftModelSession.propose, "draft in drawn if", "draft in drawn[::-1] if")
-    ),
+    "q-of-another-draft": bug("rejection", Edit(drafts_of, "draft in drawn if", "draft in drawn[::-1] if")),
     "temperature-not-in-q": bug("temperature", Edit(JUDGE, DRAFT_ROWS, "scaled = draft_logits.float()"), OF_ITSELF),
     "temperature-not-in-p": bug(
         "temperature", Edit(JUDGE, "raced = _scaled_rows(target_logits, *params)", "raced = target_logits.float()")
