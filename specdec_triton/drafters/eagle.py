@@ -10,7 +10,8 @@ import torch
 
 from specdec_triton import ops
 from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
-from specdec_triton.drafters.heads.checkpoint import Checkpoint
+from specdec_triton.drafters.heads.checkpoint import Checkpoint, find
+from specdec_triton.drafters.heads.states import LastStates
 from specdec_triton.kv_cache import KVCache, LayerShape
 from specdec_triton.passes import AttentionOptions, Backends, make_pass, paged_attention
 
@@ -43,7 +44,7 @@ class EagleDrafter(Drafter):
     """
 
     def __init__(self, source: str | os.PathLike[str], *, aux_layers: Sequence[int] | None = None) -> None:
-        Checkpoint(source)  # that it is there is known at once; its tensors are read for each target anew
+        find(source)  # its tensors are read for each target
         self.source = source
         self.aux_layers = None if aux_layers is None else tuple(aux_layers)
 
@@ -84,9 +85,7 @@ class _Session(DraftSession):
         self.max_len = target.max_len
         with torch.inference_mode(False):
             self.seen = torch.zeros(options.slots, dtype=torch.int32, device=device)
-            width = head.out.out_features
-            # Position i at i % memory; the last column takes what is nobody's.
-            self._states = torch.zeros(options.slots, self.memory + 1, width, dtype=head.dtype, device=device)
+        self._states = LastStates(options.slots, self.memory, head.out.out_features, head.dtype, device)
 
     def _new_cache(self, slots: int, page_size: int, num_pages: int, max_tokens: int | None = None) -> KVCache:
         return KVCache(
@@ -117,7 +116,7 @@ class _Session(DraftSession):
     def move(self, src: int, dst: int) -> None:
         self._cache.move(src, dst)
         self.seen[dst] = self.seen[src]
-        self._states[dst] = self._states[src]
+        self._states.move(src, dst)
         self._reserved[dst] = self._reserved[src]
         self._forget(src)
 
@@ -126,14 +125,14 @@ class _Session(DraftSession):
         self._forget(slot)
 
     def swap_out(self, slot: int, tokens: int) -> Any:
-        saved = tokens, self._cache.swap_out(slot, tokens), self._states[slot].cpu()
+        saved = tokens, self._cache.swap_out(slot, tokens), self._states.take(slot)
         self._forget(slot)
         return saved
 
     def swap_in(self, slot: int, saved: Any) -> None:
         tokens, pages, states = saved
         self._cache.swap_in(slot, pages)
-        self._states[slot] = states.to(self._states.device)
+        self._states.give(slot, states)
         self._reserved[slot] = tokens
         self.seen[slot] = tokens
 
@@ -145,14 +144,7 @@ class _Session(DraftSession):
 
     @torch.inference_mode()
     def see(self, first: int, states: torch.Tensor, start: torch.Tensor, counts: torch.Tensor | None) -> None:
-        n, count = states.shape[:2]
-        step = torch.arange(count, device=start.device)
-        column = (start[:, None] + step) % self.memory
-        if counts is not None:
-            column = torch.where(step < counts[:, None], column, self.memory)
-        kept = self._head.fuse(states)
-        column = column.long()[..., None].expand_as(kept)
-        self._states[first : first + n].scatter_(1, column, kept)
+        self._states.write(first, self._head.fuse(states), start, counts)
 
     @torch.inference_mode()
     def extend(self, slot: int, text: torch.Tensor, start: int, stop: int) -> None:
@@ -175,9 +167,8 @@ class _Session(DraftSession):
         """The pairs at ``context .. context + counts - 1`` (at most ``width``); the last hidden state of each request, ``[n,H]``."""
         position = context.long()[:, None] + torch.arange(width, device=context.device)
         tokens = texts.gather(1, (position + 1).clamp(max=texts.shape[1] - 1))
-        kept = self._states[rows].gather(1, (position % self.memory)[..., None].expand(-1, -1, self._states.shape[2]))
         p, at = self._pass(context, counts, len(context), width, table)
-        hidden = self._layer(p, at, p.pack(tokens), p.pack(kept))
+        hidden = self._layer(p, at, p.pack(tokens), p.pack(self._states.read(rows, position)))
         hidden = p.unpack(hidden)
         if counts is None:
             return hidden[:, -1]
@@ -205,9 +196,7 @@ class _Session(DraftSession):
         n = len(round_.lens)
         rows = slice(n)
         seen = self.seen[:n]
-        start = torch.minimum(seen, round_.lens).clamp(
-            min=1
-        )  # tokens that have been fed, the first of which makes no pair
+        start = torch.minimum(seen, round_.lens).clamp(min=1)  # have been fed; the first token makes no pair
         missing = round_.lens - start
         limits = torch.where((missing >= 1) & (missing <= self.reach), round_.limits, 0)
         k = min(round_.k, int(limits.max())) if round_.reads else round_.k
@@ -240,10 +229,7 @@ class _Session(DraftSession):
             pages.reserve(slot, _MEASURED + 1)
         device = self.seen.device
         context = torch.full((n,), _MEASURED, dtype=torch.int32, device=device)
-        tokens, hidden = (
-            torch.zeros(n, dtype=torch.int64, device=device),
-            self._states.new_zeros(n, self._states.shape[2]),
-        )
+        tokens, hidden = torch.zeros(n, dtype=torch.int64, device=device), self._states.blank(n)
 
         def draft() -> object:
             p, at = make_pass(

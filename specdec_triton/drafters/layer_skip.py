@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -96,9 +96,6 @@ class _Session(DraftSession):
 
     def release(self, slot: int) -> None:
         self._reserved[slot] = 0
-
-    def swap_in(self, slot: int, saved: Any) -> None:
-        pass
 
     def propose(self, round_: Round) -> Drafts:
         n = len(round_.lens)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
-from specdec_triton.drafters.heads.checkpoint import Checkpoint
+from specdec_triton.drafters.heads.checkpoint import Checkpoint, find
+from specdec_triton.drafters.heads.states import LastStates
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -35,7 +36,7 @@ class MedusaDrafter(Drafter):
     """
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
-        Checkpoint(source)  # that it is there is known at once; its tensors are read for each target anew
+        find(source)  # its tensors are read for each target
         self.source = source
 
     def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:
@@ -53,30 +54,21 @@ class _Session(DraftSession):
         self._heads = heads
         self._vocab_size = target.vocab_size
         self.taps = (target.config.num_hidden_layers,)
-        self._kept = options.chunk + options.max_drafts + 1
-        with torch.inference_mode(False):
-            # Position i at i % kept; the last column takes what is nobody's.
-            shape = (options.slots, self._kept + 1, target.hidden_size)
-            self._states = torch.zeros(shape, dtype=heads.dtype, device=target.device)
+        kept = options.chunk + options.max_drafts + 1
+        self._states = LastStates(options.slots, kept, target.hidden_size, heads.dtype, target.device)
 
     @torch.inference_mode()
     def see(self, first: int, states: torch.Tensor, start: torch.Tensor, counts: torch.Tensor | None) -> None:
-        n, count = states.shape[:2]
-        step = torch.arange(count, device=start.device)
-        column = (start[:, None] + step) % self._kept
-        if counts is not None:
-            column = torch.where(step < counts[:, None], column, self._kept)
-        states = states.to(self._states.dtype)
-        self._states[first : first + n].scatter_(1, column.long()[..., None].expand_as(states), states)
+        self._states.write(first, states, start, counts)
 
     def move(self, src: int, dst: int) -> None:
-        self._states[dst] = self._states[src]
+        self._states.move(src, dst)
 
     def swap_out(self, slot: int, tokens: int) -> Any:
-        return self._states[slot].cpu()
+        return self._states.take(slot)
 
     def swap_in(self, slot: int, saved: Any) -> None:
-        self._states[slot] = saved.to(self._states.device)
+        self._states.give(slot, saved)
 
     @torch.inference_mode()
     def propose(self, round_: Round) -> Drafts:
@@ -85,12 +77,11 @@ class _Session(DraftSession):
         k = min(round_.k, len(self._heads), int(limits.max()) if round_.reads else round_.k)
         if k == 0:
             return nothing(round_.lens)
-        column = ((round_.lens - 2).clamp(min=0) % self._kept).long()
-        state = self._states[:n].gather(1, column[:, None, None].expand(-1, 1, self._states.shape[2]))[:, 0]
+        state = self._states.read(slice(n), (round_.lens - 2).clamp(min=0).long()[:, None])[:, 0]
         drawn = [round_.draw(self._heads(j, state), j) for j in range(k)]
         asked = limits > torch.arange(k, dtype=torch.int32, device=limits.device)[:, None]
         return drafts_of(drawn, asked, self._vocab_size if round_.needs_logits else None)
 
     def drafting(self, n: int) -> Callable[[], object]:
-        state = self._states.new_zeros(n, self._states.shape[2])
+        state = self._states.blank(n)
         return lambda: self._heads(0, state)

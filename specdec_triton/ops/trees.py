@@ -66,7 +66,7 @@ def accept_tree(
         parents: integers ``[N]`` or ``[B,N]``: each node's parent, which comes before it; -1 for the root.
         node_draft_logits: ``[B,N,V]``: the raw logits that a node's children were drawn from under ``params``, one after the other, in the
             order of their numbers and **without replacement** (as the largest of logits + Gumbel noise are); rows of nodes
-            without children are not read. How many children a node has must not depend on what was drawn. None: the
+            without children do not matter. How many children a node has must not depend on what was drawn. None: the
             children were certain, as the drafter's most likely tokens are.
         node_lens: int32 ``[B]``, nodes of each row, the root included (None: N); 0: the row is skipped.
         params: the requests' parameters; ``params.position`` is that of the root's children.

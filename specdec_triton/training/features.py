@@ -114,7 +114,6 @@ def frequent_ids(chats: Iterable[Chat], size: int, special: Iterable[int], vocab
     for chat in chats:
         for start, stop in chat.answer:
             counts.update(chat.tokens[start:stop])
-    always = [i for i in special if 0 <= i < vocab_size]
-    ranked = [*always, *(i for i, _ in counts.most_common() if i not in set(always))]
-    ranked += [i for i in range(vocab_size) if i not in set(ranked)][: max(size - len(ranked), 0)]
-    return torch.tensor(sorted(ranked[:size]))
+    always = (i for i in special if 0 <= i < vocab_size)
+    ranked = dict.fromkeys([*always, *(i for i, _ in counts.most_common()), *range(vocab_size)])
+    return torch.tensor(sorted([*ranked][:size]))

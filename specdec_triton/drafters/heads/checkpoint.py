@@ -14,6 +14,7 @@ import torch
 
 from specdec_triton.errors import ModelNotFoundError, UnsupportedModelError
 
+_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 _IGNORED = ("rotary_emb.inv_freq",)  # derived from the configuration
 
 
@@ -32,7 +33,7 @@ class Checkpoint:
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
         self.name = str(source)
-        folder = _folder(self.name)
+        folder = find(source)
         try:
             self.config: dict[str, Any] = _config(folder)
             self._tensors = _tensors(folder)
@@ -106,6 +107,18 @@ class Checkpoint:
         return self._tensors[name]
 
 
+def find(source: str | os.PathLike[str]) -> Path:
+    """The folder of a head's files; one from the hub is fetched.
+
+    Raises:
+        ModelNotFoundError: there is none, or it holds no tensors.
+    """
+    folder = _folder(str(source))
+    if not any(next(folder.glob(pattern), None) for pattern in _PATTERNS):
+        raise ModelNotFoundError(f"the folder {str(folder)!r} holds no tensors ({', '.join(_PATTERNS)})")
+    return folder
+
+
 def _folder(name: str) -> Path:
     if os.path.isdir(name):
         return Path(name)
@@ -114,7 +127,7 @@ def _folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.pt"]))
+        return Path(snapshot_download(name, allow_patterns=["*.json", *_PATTERNS]))
     except Exception as error:
         raise ModelNotFoundError(
             f"there is no head {name!r}: it is no folder, and the hub did not give it ({' '.join(str(error).split())[:200]})"
@@ -138,6 +151,4 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     for file in sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
         held = torch.load(file, map_location="cpu", weights_only=True)
         tensors |= {name: x for name, x in held.items() if isinstance(x, torch.Tensor)}
-    if not tensors:
-        raise ModelNotFoundError(f"the folder {str(folder)!r} holds no tensors (*.safetensors, *.bin, *.pt)")
     return tensors
