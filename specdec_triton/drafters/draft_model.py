@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
+from specdec_triton.drafters.columns import Columns
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -73,9 +74,7 @@ class _Session(DraftSession):
         self.adapter = adapter
         self._vocab_size = vocab_size
         self._cache = cache
-        # Of the table, for texts of all lengths.
-        self._one_width = options.max_tokens is not None and adapter.fixed_shapes
-        self._reserved = [0] * options.slots
+        self._columns = Columns(cache, options, fixed_shapes=adapter.fixed_shapes)
         self.max_len = adapter.max_len
         with torch.inference_mode(False):
             self.seen = torch.zeros(options.slots, dtype=torch.int32, device=adapter.device)
@@ -86,17 +85,17 @@ class _Session(DraftSession):
 
     @property
     def key(self) -> Hashable:
-        return self._columns()
+        return self._columns.count
 
     def reserve(self, slot: int, tokens: int) -> None:
         tokens = tokens if self.max_len is None else min(tokens, self.max_len)
         self._cache.reserve(slot, tokens)
-        self._reserved[slot] = max(tokens, self._reserved[slot])
+        self._columns.reserve(slot, tokens)
 
     def move(self, src: int, dst: int) -> None:
         self._cache.move(src, dst)
         self.seen[dst] = self.seen[src]
-        self._reserved[dst] = self._reserved[src]
+        self._columns.move(src, dst)
         self._forget(src)
 
     def release(self, slot: int) -> None:
@@ -111,12 +110,12 @@ class _Session(DraftSession):
     def swap_in(self, slot: int, saved: Any) -> None:
         tokens, pages = saved
         self._cache.swap_in(slot, pages)
-        self._reserved[slot] = tokens
+        self._columns.reserve(slot, tokens)
         self.seen[slot] = tokens
 
     def _forget(self, slot: int) -> None:
         self.seen[slot] = 0
-        self._reserved[slot] = 0
+        self._columns.release(slot)
 
     def extend(self, slot: int, text: torch.Tensor, start: int, stop: int) -> None:
         stop = stop if self.max_len is None else min(stop, self.max_len)
@@ -186,7 +185,4 @@ class _Session(DraftSession):
         return lambda: self.adapter.forward(tokens, pages, pages.block_table, lens)
 
     def _table(self, rows: slice) -> torch.Tensor:
-        return self._cache.block_table[rows, : self._columns()]
-
-    def _columns(self) -> int:
-        return self._cache.block_table.shape[1] if self._one_width else self._cache.columns(max(self._reserved))
+        return self._cache.block_table[rows, : self._columns.count]

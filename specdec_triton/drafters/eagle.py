@@ -10,6 +10,7 @@ import torch
 
 from specdec_triton import ops
 from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
+from specdec_triton.drafters.columns import Columns
 from specdec_triton.drafters.heads.checkpoint import Checkpoint, find
 from specdec_triton.drafters.heads.states import LastStates
 from specdec_triton.kv_cache import KVCache, LayerShape
@@ -80,8 +81,7 @@ class _Session(DraftSession):
             *(ops.resolve_backend(backend, op, like) for op in ("append_kv", "verify_attention", "skinny_linear"))
         )
         self._cache = self._new_cache(options.slots, options.page_size, options.num_pages, options.max_tokens)
-        self._one_width = options.max_tokens is not None and self._fixed
-        self._reserved = [0] * options.slots
+        self._columns = Columns(self._cache, options, fixed_shapes=self._fixed)
         self.max_len = target.max_len
         with torch.inference_mode(False):
             self.seen = torch.zeros(options.slots, dtype=torch.int32, device=device)
@@ -105,19 +105,19 @@ class _Session(DraftSession):
 
     @property
     def key(self) -> Hashable:
-        return self._columns()
+        return self._columns.count
 
     # What it holds of each slot.
 
     def reserve(self, slot: int, tokens: int) -> None:
         self._cache.reserve(slot, tokens)
-        self._reserved[slot] = max(tokens, self._reserved[slot])
+        self._columns.reserve(slot, tokens)
 
     def move(self, src: int, dst: int) -> None:
         self._cache.move(src, dst)
         self.seen[dst] = self.seen[src]
         self._states.move(src, dst)
-        self._reserved[dst] = self._reserved[src]
+        self._columns.move(src, dst)
         self._forget(src)
 
     def release(self, slot: int) -> None:
@@ -133,12 +133,12 @@ class _Session(DraftSession):
         tokens, pages, states = saved
         self._cache.swap_in(slot, pages)
         self._states.give(slot, states)
-        self._reserved[slot] = tokens
+        self._columns.reserve(slot, tokens)
         self.seen[slot] = tokens
 
     def _forget(self, slot: int) -> None:
         self.seen[slot] = 0
-        self._reserved[slot] = 0
+        self._columns.release(slot)
 
     # What it learns of a text.
 
@@ -240,7 +240,4 @@ class _Session(DraftSession):
         return draft
 
     def _table(self, rows: slice) -> torch.Tensor:
-        return self._cache.block_table[rows, : self._columns()]
-
-    def _columns(self) -> int:
-        return self._cache.block_table.shape[1] if self._one_width else self._cache.columns(max(self._reserved))
+        return self._cache.block_table[rows, : self._columns.count]

@@ -9,6 +9,7 @@ import torch
 
 from specdec_triton._checks import check_integer, require
 from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
+from specdec_triton.drafters.columns import Columns
 from specdec_triton.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -75,8 +76,7 @@ class _Session(DraftSession):
         self._target = target
         self._skip = skip
         self._cache = cache
-        self._one_width = options.max_tokens is not None and target.fixed_shapes
-        self._reserved = [0] * options.slots
+        self._columns = Columns(cache, options, fixed_shapes=target.fixed_shapes)
         self.max_len = target.max_len
         try:
             self.drafting(1)()
@@ -86,23 +86,23 @@ class _Session(DraftSession):
 
     @property
     def key(self) -> Hashable:
-        return self._columns()
+        return self._columns.count
 
     def reserve(self, slot: int, tokens: int) -> None:
-        self._reserved[slot] = max(tokens, self._reserved[slot])
+        self._columns.reserve(slot, tokens)
 
     def move(self, src: int, dst: int) -> None:
-        self._reserved[dst], self._reserved[src] = self._reserved[src], 0
+        self._columns.move(src, dst)
 
     def release(self, slot: int) -> None:
-        self._reserved[slot] = 0
+        self._columns.release(slot)
 
     def propose(self, round_: Round) -> Drafts:
         n = len(round_.lens)
         k = min(round_.k, int(round_.limits.max())) if round_.reads else round_.k
         if k == 0:
             return nothing(round_.lens)
-        table = self._cache.block_table[:n, : self._columns()]
+        table = self._cache.block_table[:n, : self._columns.count]
         step = torch.arange(k, dtype=torch.int32, device=round_.lens.device)
         asked = round_.limits > step[:, None]
         context = (round_.lens - 1).clamp(min=0)
@@ -124,6 +124,3 @@ class _Session(DraftSession):
         lens = torch.full((n,), context, dtype=torch.int32, device=target.device)
         tokens = torch.zeros(n, 1, dtype=torch.int64, device=target.device)
         return lambda: target.forward(tokens, pages, pages.block_table, lens, skip=self._skip)
-
-    def _columns(self) -> int:
-        return self._cache.block_table.shape[1] if self._one_width else self._cache.columns(max(self._reserved))
