@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from specdec_triton.drafters import (
         Cascade,
         DraftModel,
+        DynamicTree,
         EagleDrafter,
         LayerSkip,
         MedusaDrafter,
         NoDraft,
         PromptLookup,
+        StaticTree,
         SuffixDrafter,
     )
     from specdec_triton.engine import SpeculativeDecoder
@@ -31,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Cascade",
     "DraftModel",
+    "DynamicTree",
     "EagleDrafter",
     "GenerationOutput",
     "LayerSkip",
@@ -39,6 +42,7 @@ __all__ = [
     "PromptLookup",
     "SamplingParams",
     "SpeculativeDecoder",
+    "StaticTree",
     "SuffixDrafter",
     "ops",
     "optimize",
@@ -49,6 +53,7 @@ _MODULES = ("models", "ops", "verification")
 _HOME = {
     "Cascade": "drafters",
     "DraftModel": "drafters",
+    "DynamicTree": "trees",
     "EagleDrafter": "drafters",
     "GenerationOutput": "engine",
     "LayerSkip": "drafters",
@@ -57,6 +62,7 @@ _HOME = {
     "PromptLookup": "drafters",
     "SamplingParams": "sampling",
     "SpeculativeDecoder": "engine",
+    "StaticTree": "trees",
     "SuffixDrafter": "drafters",
     "optimize": "fusion",
     "speculative": "hf",

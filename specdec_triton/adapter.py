@@ -28,6 +28,7 @@ from specdec_triton.reference.head_stats import finished
 from specdec_triton.row_invariant import RowInvariant
 from specdec_triton.skipping import skipping
 from specdec_triton.taps import Taps
+from specdec_triton.trees import Lineage
 
 
 class ModelAdapter:
@@ -125,6 +126,7 @@ class ModelAdapter:
         packed: bool = False,
         taps: Taps | None = None,
         skip: frozenset[int] = frozenset(),
+        tree: Lineage | None = None,
     ) -> torch.Tensor:
         """One pass over the new tokens of B requests. Reads nothing back with ``fixed_shapes``.
 
@@ -140,12 +142,13 @@ class ModelAdapter:
                 ``fixed_shapes``.
             taps: takes hidden states from the pass.
             skip: decoder layers to pass by.
+            tree: the new tokens are nodes of trees, and this their lineage.
 
         Returns:
             logits ``[B,T,V]``, or ``[B,1,V]`` with ``last_only``; rows at or past query_lens are unspecified. ``[N,V]`` if packed.
         """
         batch, count = tokens.shape
-        ids, position, p = self._pack(tokens, cache, block_table, context_lens, query_lens, rows is not None)
+        ids, position, p = self._pack(tokens, cache, block_table, context_lens, query_lens, rows is not None, tree)
         if rows is not None and self.pads and rows > p.rows:
             ids = torch.nn.functional.pad(ids, (0, rows - p.rows))
             position = torch.nn.functional.pad(position, (0, rows - p.rows))
@@ -223,6 +226,7 @@ class ModelAdapter:
         context_lens: torch.Tensor,
         query_lens: torch.Tensor | None,
         exact: bool,
+        tree: Lineage | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Pass]:
         """Token ids and positions of the pass's rows, int64 ``[N]`` each, and its metadata."""
         p, position = make_pass(
@@ -235,6 +239,7 @@ class ModelAdapter:
             reads=not self.fixed_shapes,
             exact=exact,
             softcap=self._softcap,
+            tree=tree,
         )
         return p.pack(tokens), position, p
 

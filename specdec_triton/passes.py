@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AttentionInterface
 
+from specdec_triton import ops  # noqa: F401  registers the two
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.reference.append_kv import append_planned
 from specdec_triton.reference.paging import Plan, make_plan
 from specdec_triton.reference.verify_attention import attend_planned
+from specdec_triton.trees import Lineage
 
 IMPLEMENTATION = "specdec_paged"
 _append_kv = torch.ops.specdec.append_kv.default
@@ -52,6 +54,7 @@ class Pass:
         backends: of the ops.
         exact: whether a row's bits must not depend on the number of rows.
         softcap: whether the module's own attention applies the softcap that the model states.
+        tree_mask: int64 ``[B,T]``, if the new tokens are nodes of trees; None: chains.
         plan: on the CPU, what append and attention would find out again in every layer; None: let them.
         made: what a layer has made of the pass's arguments and the next ones need too.
     """
@@ -68,6 +71,7 @@ class Pass:
     backends: Backends
     exact: bool
     softcap: bool
+    tree_mask: torch.Tensor | None
     plan: Plan | None
     made: dict[Any, Any] = field(default_factory=dict)
 
@@ -87,7 +91,8 @@ class Pass:
         """Attention of q ``[B,T,Hq,D]``, whose keys have been appended, in ``total`` packed rows: ``[total,Hq,D]``."""
         scale, window, softcap, sinks = options
         out = _verify_attention(
-            q, *self.cache.layer(layer), self.block_table, self.context_lens, self.query_lens, scale, None, window,
+            q, *self.cache.layer(layer), self.block_table, self.context_lens, self.query_lens, scale, self.tree_mask,
+            window,
             softcap if self.softcap else None, sinks, None, None, self.backends.attention,
         ).flatten(0, 1)  # fmt: skip
         if self.put is not None:
@@ -109,20 +114,24 @@ def make_pass(
     reads: bool,
     exact: bool = False,
     softcap: bool = False,
+    tree: Lineage | None = None,
 ) -> tuple[Pass, torch.Tensor]:
     """A pass, and the positions of its rows, int64 ``[N]``.
 
     Args:
+        tree: the new tokens are nodes of trees, ``[B,T]`` each: they see their ancestors, and their positions follow from their depth.
         reads: whether lengths may be read; then rows past them are left out, else they stay, at a position inside the text.
     """
     step = torch.arange(count, device=context_lens.device)
     # Rows past query_lens stay inside position tables, which end with the context.
     inside = step if query_lens is None else torch.minimum(step, query_lens[:, None] - 1)
-    position = (context_lens[:, None] + inside).long()
+    place = inside if tree is None else tree.depth.gather(1, inside.clamp(min=0).long().expand(batch, -1))
+    position = (context_lens[:, None] + place).long()
     if query_lens is not None:
         position = position.clamp(min=0)
     position = position.flatten()
     total, take, put, plan = batch * count, None, None, None
+    tree_mask = None if tree is None else tree.mask
     if reads:
         lens = [count] * batch if query_lens is None else query_lens.tolist()
         if min(lens) == count:
@@ -135,7 +144,7 @@ def make_pass(
             take = (starts[:, None] + inside).clamp(min=0, max=total - 1)
             position = position[put]
         if backends[:2] == ("torch", "torch"):
-            plan = make_plan(block_table, context_lens, query_lens, count, cache.page_size)
+            plan = make_plan(block_table, context_lens, query_lens, count, cache.page_size, tree_mask)
     p = Pass(
         cache=cache,
         block_table=block_table,
@@ -149,6 +158,7 @@ def make_pass(
         backends=backends,
         exact=exact,
         softcap=softcap,
+        tree_mask=tree_mask,
         plan=plan,
     )
     return p, position

@@ -474,6 +474,67 @@ def random_drafts(
     return ScriptedDrafter(script)
 
 
+class ScriptedTrees(Drafter):
+    """Drafts what ``script(text, limit)`` returns: at most ``limit`` nodes, each a token and the node that it follows.
+
+    Args:
+        level: see ``DraftSession.level``.
+    """
+
+    trees = True
+
+    def __init__(self, script: Callable[[list[int], int], list[tuple[int, int]]], level: int = 1) -> None:
+        self.script = script
+        self.level = level
+
+    def bind(self, target: Any, options: SessionOptions) -> DraftSession:
+        session = _ScriptedTrees(self.script)
+        session.level = self.level
+        return session
+
+
+class _ScriptedTrees(DraftSession):
+    trees = True
+
+    def __init__(self, script: Callable[[list[int], int], list[tuple[int, int]]]) -> None:
+        self._script = script
+
+    def propose(self, round_: Round) -> Drafts:
+        texts = zip(round_.texts.tolist(), round_.lens.tolist(), round_.limits.tolist(), strict=True)
+        rows = [self._script(text[:n], limit)[: round_.k] if limit else [] for text, n, limit in texts]
+        if round_.branch is None:  # the beginnings that are chains
+            rows = [row[: next((i for i, (_, parent) in enumerate(row) if parent != i), len(row))] for row in rows]
+        longest = max(map(len, rows))
+        padded = torch.tensor([row + [(-1, -7)] * (longest - len(row)) for row in rows]).view(len(rows), longest, 2)
+        lens = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+        tokens, parents = padded.long().unbind(2)
+        return Drafts(tokens, lens, parents=None if round_.branch is None else parents)
+
+
+def random_trees(
+    texts: Sequence[Sequence[int]] = (), *, vocab: int = TOY_VOCAB, right: float = 0.8, level: int = 1
+) -> ScriptedTrees:
+    """Trees of random shapes in which a node of the right path has the right child with probability ``right``, behind wrong ones or
+    before; a function of the text alone."""
+    known = always_right(texts, vocab=vocab)
+
+    def script(text: list[int], limit: int) -> list[tuple[int, int]]:
+        rng = random.Random(repr(text))
+        truth = known.script(text, limit)
+        nodes: list[tuple[int, int]] = []
+        last, depth = 0, 0  # of the right path
+        for i in range(rng.randint(0, limit)):
+            extends = depth < len(truth) and rng.random() < 0.5
+            if extends and rng.random() < right:
+                nodes.append((truth[depth], last))
+                last, depth = i + 1, depth + 1
+            else:
+                nodes.append((rng.randrange(vocab), rng.randint(0, i)))
+        return nodes
+
+    return ScriptedTrees(script, level)
+
+
 @dataclass
 class Alternating(Drafter):
     """Another drafter, silent in every round whose number is not in ``on`` (rounds count modulo ``period``)."""

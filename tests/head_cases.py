@@ -78,17 +78,17 @@ def hidden_states(target: Any, text: list[int]) -> tuple[torch.Tensor, ...]:
     return tuple(x[0] for x in out.hidden_states)
 
 
-def eagle_chain(
+def eagle_logits(
     target: Any,
     tensors: dict[str, torch.Tensor],
     text: list[int],
-    k: int,
+    path: list[int],
     *,
     taps: tuple[int, ...] = (),
     theta: float = 500.0,
     norm_first: bool = False,
-) -> list[int]:
-    """The k greedy drafts after a text: the whole text through the head anew for each."""
+) -> torch.Tensor:
+    """``[V']`` of what follows a text and drafts behind it: the whole of it through the head anew for each draft."""
     three = "norm.weight" in tensors
     layer = "midlayer." if three else "layers.0."
     embedding = tensors.get("embed_tokens.weight", target.get_input_embeddings().weight.detach())
@@ -96,16 +96,45 @@ def eagle_chain(
     states = hidden_states(target, text)
     features = torch.cat([states[tap] for tap in taps], -1) if three else states[-1]
     hidden = _linear(tensors, "fc", features) if three else features
-    hidden = hidden[:-1]  # the last one's next token is the draft
-    tokens, drafts = list(text), []
-    for _ in range(k):
+    hidden = hidden[:-1]  # the last one's next token is the first draft
+    for n in range(len(path) + 1):
+        tokens = [*text, *path[:n]]
         out = _layer(tensors, layer, embedding[torch.tensor(tokens[1:])], hidden, theta, norm_first)
-        last = _norm(out[-1], tensors["norm.weight"]) if three else out[-1]
-        best = int((last @ lm_head.T).argmax())
-        drafts.append(best + int(tensors["d2t"][best]) if "d2t" in tensors else best)
-        tokens.append(drafts[-1])
         hidden = torch.cat((hidden, out[-1:]))
+    last = _norm(out[-1], tensors["norm.weight"]) if three else out[-1]
+    return last @ lm_head.T
+
+
+def eagle_ids(tensors: dict[str, torch.Tensor], size: int) -> torch.Tensor:
+    """The target's ids of the head's columns."""
+    return tensors["d2t"] + torch.arange(len(tensors["d2t"])) if "d2t" in tensors else torch.arange(size)
+
+
+def eagle_chain(target: Any, tensors: dict[str, torch.Tensor], text: list[int], k: int, **options: Any) -> list[int]:
+    """The k greedy drafts after a text."""
+    drafts: list[int] = []
+    for _ in range(k):
+        logits = eagle_logits(target, tensors, text, drafts, **options)
+        drafts.append(int(eagle_ids(tensors, len(logits))[logits.argmax()]))
     return drafts
+
+
+def likeliest_nodes(log_probs: Any, depth: int, branch: int, k: int) -> list[tuple[int, ...]]:
+    """EAGLE-2's tree, as paths, likeliest first.
+
+    Args:
+        log_probs: path -> {token: log-probability} of what follows.
+    """
+    level, pool = {(): 0.0}, {}
+    for _ in range(depth):
+        found = {}
+        for path, above in level.items():
+            after = log_probs(path)
+            for token in sorted(after, key=after.get, reverse=True)[:branch]:
+                found[(*path, token)] = above + after[token]
+        pool |= found
+        level = {path: found[path] for path in sorted(found, key=found.get, reverse=True)[:branch]}
+    return sorted(pool, key=pool.get, reverse=True)[:k]
 
 
 def _layer(tensors, layer, embedded, hidden, theta, norm_first):
@@ -142,3 +171,19 @@ def _linear(tensors, name, x):
 
 def _norm(x, weight):
     return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def path_to(parents: Any, node: int) -> list[int]:
+    """The drafts from the root's child down to a node."""
+    path = []
+    while node:
+        path.append(node - 1)
+        node = parents[node - 1]
+    return path[::-1]
+
+
+def paths_of(drafts: Any, row: int = 0) -> list[tuple[int, ...]]:
+    """The tokens from the root's child down to each of a tree's drafts."""
+    tokens, parents = drafts.tokens[row].tolist(), drafts.parents[row].tolist()
+    assert all(0 <= parent <= i for i, parent in enumerate(parents))
+    return [tuple(tokens[i] for i in path_to(parents, node + 1)) for node in range(len(tokens))]

@@ -134,10 +134,10 @@ def medusa_tensors(model, *, layout="medusa", lm_heads="own", layers=1):
     return tensors
 
 
-def medusa_drafts(model, tensors, text):
-    """Of a text whose last token is in no pass yet."""
+def medusa_logits(model, tensors, text):
+    """``[V]`` of each head, behind a text whose last token is in no pass yet."""
     state = hidden_states(model, text[:-1])[-1][-1]
-    drafts = []
+    found = []
     for i in range(HEADS):
         x = state
         j = 0
@@ -152,8 +152,12 @@ def medusa_drafts(model, tensors, text):
             (tensors[n] for n in (f"{i}.{j}.weight", f"lm_heads.{i}.weight", "lm_head.weight") if n in tensors), None
         )
         weight = model.get_output_embeddings().weight.detach() if own is None else own
-        drafts.append(int((x @ weight.T).argmax()))
-    return drafts
+        found.append(x @ weight.T)
+    return found
+
+
+def medusa_drafts(model, tensors, text):
+    return [int(logits.argmax()) for logits in medusa_logits(model, tensors, text)]
 
 
 LAYOUTS = {

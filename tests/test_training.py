@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
 
 from specdec_triton import EagleDrafter, SamplingParams, SpeculativeDecoder
 from specdec_triton.testing import plain_greedy, toy_model
-from specdec_triton.training.chats import Chat, ChatFile
+from specdec_triton.training.agreement import Agreement, shares, tokens_per_pass
+from specdec_triton.training.chats import ChatWriter
 from specdec_triton.training.eagle3 import Eagle3Student, save_eagle3
-from specdec_triton.training.features import Features, frequent_ids
+from specdec_triton.training.features import Features, TextReader, fill, frequent_ids
 from specdec_triton.training.trainer import Schedule, Trainer
 
 TAPS = (2, 3, 5)
@@ -24,53 +27,124 @@ def target():
     return model
 
 
-def chats(model, count=24, length=40):
+class Letters:
+    """A tokenizer: a character is a token. Chats are between ^ and $, an answer begins behind a |."""
+
+    chat_template = "^{user}$|"
+    eos_token_id = ord("$") - 20
+    all_special_ids = (eos_token_id,)
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [(ord(c) - 20) % 97 for c in text]}
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        return f"^{messages[0]['content']}$|"
+
+
+def texts(model, count=24, length=40):
     rng = random.Random(0)
-    found = []
     for _ in range(count):
         prompt = [rng.randrange(3, 90) for _ in range(4)]
-        found.append(Chat(prompt + plain_greedy(model, prompt, length), [(4, 4 + length)]))
-    return found
+        yield torch.tensor(prompt + plain_greedy(model, prompt, length), dtype=torch.int32)
 
 
-def test_chats_are_taken_up_where_they_were_cut_off(tmp_path):
-    file = ChatFile(tmp_path / "chats.jsonl")
-    some = [Chat([1, 2, 3, 4], [(2, 4)]), Chat([5, 6, 7], [(1, 3)])]
-    file.append(some)
-    file.append(some[:1])
-    assert (file.batches, file.tokens(), list(file)) == (2, 6, [*some, some[0]])
-    with file.path.open("a") as damaged:
-        damaged.write('{"tokens": [1, 2], "answer": [[0, 2]]}\n{"tok')
-    again = ChatFile(file.path)
-    assert (again.batches, again.tokens(), list(again)) == (2, 6, [*some, some[0]])
+def examples(model, count=24, length=40):
+    """Of texts whose first four tokens are a prompt."""
+    reader = TextReader(model, Letters(), TAPS)
+    for text in texts(model, count, length):
+        example = reader.example(text)
+        behind = torch.arange(len(text)) >= 4
+        yield replace(example, learnt=behind, best=torch.where(behind.roll(-1), example.best, -1))
+
+
+def check_example(model, example):
+    """States and likeliest tokens are the model's own."""
+    ids = example.tokens.long()[None]
+    out = model(input_ids=ids, output_hidden_states=True)
+    states = torch.cat([out.hidden_states[tap][0] for tap in TAPS], -1)
+    torch.testing.assert_close(example.states.float(), states, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(example.last.float(), out.hidden_states[-1][0], rtol=1e-2, atol=1e-2)
+    known = example.best >= 0
+    assert example.best[known].tolist() == out.logits[0].argmax(-1)[known].tolist()
+    assert known[:-1].tolist() == example.learnt[1:].tolist()
+
+
+def test_texts_as_examples():
+    model, tokenizer = target(), Letters()
+    text = "What a fine day it is, all things considered, for a walk."
+    (first, second) = TextReader(model, tokenizer, TAPS, length=40).examples([text, "short"])
+    assert [*first.tokens.tolist(), *second.tokens.tolist()] == tokenizer(text)["input_ids"]
+    for example in (first, second):
+        assert example.learnt.tolist() == [False] + [True] * (len(example.tokens) - 1)
+        check_example(model, example)
+
+
+@torch.inference_mode()
+def test_the_target_writes_chats():
+    """Answers of which two thirds are the model's own greedy text; states as the model has them in one pass over the whole."""
+    model, tokenizer = target(), Letters()
+    writer = ChatWriter(model, tokenizer, TAPS, batch=12, max_user=6, max_answer=14)
+    chats = list(islice(writer.examples(3), 30))
+    greedy = 0
+    for chat in chats:
+        tokens, start = chat.tokens.tolist(), chat.learnt.tolist().index(True)
+        assert tokens[0] == tokenizer("^")["input_ids"][0]
+        assert tokens[start - 2 : start] == tokenizer("$|")["input_ids"]
+        assert 2 <= len(tokens) - start <= 14
+        assert chat.learnt.tolist() == [False] * start + [True] * (len(tokens) - start)
+        ids = chat.tokens.long()[None]
+        own = model(input_ids=ids).logits[0].argmax(-1)
+        best = chat.best[start - 1 :]
+        assert best[best >= 0].tolist() == own[start - 1 :][best >= 0].tolist()
+        assert (best >= 0).sum() >= len(best) - 1
+        states = torch.cat([model(input_ids=ids, output_hidden_states=True).hidden_states[tap][0] for tap in TAPS], -1)
+        torch.testing.assert_close(chat.states.float(), states, rtol=2e-2, atol=2e-2)
+        greedy += own[start - 1 : -1].tolist() == tokens[start:]
+    assert 10 <= greedy <= 29
+    again = list(islice(ChatWriter(model, tokenizer, TAPS, batch=12, max_user=6, max_answer=14).examples(3), 5))
+    assert [chat.tokens.tolist() for chat in again] == [chat.tokens.tolist() for chat in chats[:5]]
+    other = next(writer.examples(4))
+    assert other.tokens.tolist() != chats[0].tokens.tolist()
+
+
+def test_templates_that_cannot_be_used():
+    tokenizer = Letters()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        ChatWriter(target(), tokenizer, TAPS)
+    tokenizer = Letters()
+    tokenizer.apply_chat_template = lambda messages, **kwargs: messages[0]["content"].upper()
+    with pytest.raises(ValueError, match="does not give the user's words as they are"):
+        ChatWriter(target(), tokenizer, TAPS)
 
 
 def test_frequent_ids():
-    chat = [Chat([9, 9, 5, 5, 5, 7, 7, 3], [(1, 8)])]
-    assert frequent_ids(chat, 3, [1], 20).tolist() == [1, 5, 7]
-    assert frequent_ids(chat, 8, [], 20).tolist() == [0, 1, 2, 3, 4, 5, 7, 9]
+    text = [torch.tensor([9, 5, 5, 5, 7, 7, 3], dtype=torch.int32)]
+    assert frequent_ids(text, 3, [1], 20).tolist() == [1, 5, 7]
+    assert frequent_ids(text, 8, [], 20).tolist() == [0, 1, 2, 3, 4, 5, 7, 9]
 
 
-def test_features_are_the_models(tmp_path):
+def test_features_on_disk(tmp_path):
+    """What was cut off is not there; folders of other layers are refused."""
     model, features = target(), Features(tmp_path, TAPS)
-    some = chats(model, 3)
-    features.collect(model, some)
-    assert len(features.shards) == 1
-    for chat, example in zip(some, features.read(features.shards), strict=True):
-        out = model(input_ids=torch.tensor([chat.tokens]), output_hidden_states=True)
-        states = torch.cat([out.hidden_states[tap][0] for tap in TAPS], -1)
-        assert example.tokens.tolist() == chat.tokens
-        torch.testing.assert_close(example.states.float(), states, rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(example.last.float(), out.hidden_states[-1][0], rtol=1e-2, atol=1e-2)
-        assert example.learnt.tolist() == [False] * 4 + [True] * 40
+    some = list(examples(model, 5))
+    assert list(fill(features, iter(some))) == [sum(int(example.learnt.sum()) for example in some)]
+    features.append(some[:2])
+    (tmp_path / "shard-00002.part").write_bytes(b"half")
+    again = Features(tmp_path, TAPS)
+    assert len(again.shards) == 2
+    for got, want in zip(again.read(again.shards), [*some, *some[:2]], strict=True):
+        for field in ("tokens", "learnt", "best", "states", "last"):
+            assert torch.equal(getattr(got, field), getattr(want, field))
+    assert [x.tolist() for x in again.learnt_tokens()] == [x.tokens[x.learnt].tolist() for x in [*some, *some[:2]]]
     with pytest.raises(ValueError, match="holds features of other layers"):
-        Features(tmp_path, (1, 2, 3)).collect(model, some)
+        Features(tmp_path, (1, 2, 3))
 
 
 def trained(tmp_path, model, until=float("inf"), progress=lambda done, facts: None, **schedule):
     features = Features(tmp_path / "features", TAPS)
     if not features.shards:
-        features.collect(model, chats(model))
+        features.append(list(examples(model)))
     torch.manual_seed(1)
     student = Eagle3Student(model, torch.arange(3, 90), TAPS)
     trainer = Trainer(student, features, Schedule(**schedule), tmp_path / "state.pt")
@@ -89,12 +163,24 @@ def test_a_head_learns_and_can_be_loaded(tmp_path):
     save_eagle3(student, tmp_path / "head", torch.float32)
     drafter = EagleDrafter(tmp_path / "head")
     decoder = SpeculativeDecoder(model, drafter, num_draft_tokens=3, adaptive=False)
-    prompts = [chat.tokens[:4] for chat in chats(model, 6)]
+    prompts = [text[:4].tolist() for text in texts(model, 6)]
     outs = decoder.generate(prompts, SamplingParams(temperature=0, max_new_tokens=40))
     assert [out.token_ids for out in outs] == [plain_greedy(model, prompt, 40) for prompt in prompts]
     rates = decoder.stats.acceptance_by_position
     assert abs(rates[0] - last[0]) < 0.2
     assert decoder.stats.tokens_per_target_pass > 1.5
+    tally = [Agreement() for _ in range(3)]
+    for example in examples(model, 6):
+        for sums, found in zip(tally, student.losses(example, 3)[1], strict=True):
+            sums.add(found)
+    assert abs(decoder.stats.tokens_per_target_pass - tokens_per_pass(tally)) < 0.4
+
+
+def test_agreement():
+    steps = [Agreement(3, 4, 3), Agreement(2, 4, 1)]
+    steps[0].add(Agreement(1, 4, 0))
+    assert shares([*steps, Agreement()]) == [0.5, 0.5, 0.0]
+    assert tokens_per_pass(steps) == round(1 + 3 / 8 + 1 / 4, 3)
 
 
 class Stopped(Exception):

@@ -16,7 +16,7 @@ from specdec_triton.cli.loading import quiet_transformers
 from specdec_triton.models import load_config, load_model, load_tokenizer
 
 if TYPE_CHECKING:
-    from specdec_triton.training.chats import ChatFile
+    from specdec_triton.training.features import Features
 
 NAME = "train"
 HELP = "train a drafter for a model"
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", metavar="N", type=integer(1, 8), default=3, help="of feeding on its own drafts (default: 3)"
     )
     parser.add_argument("--rate", metavar="X", type=number(1e-7), default=4e-4, help="learning rate (default: 4e-4)")
-    parser.add_argument("--chats", metavar="N", type=integer(1, 512), default=64, help="written at once (default: 64)")
+    parser.add_argument(
+        "--chats", metavar="N", type=integer(1, 512), default=256, help="written at once (default: 256)"
+    )
     parser.add_argument(
         "--max-hours", metavar="X", type=number(0.0), help="stop after so long; the same command goes on"
     )
@@ -64,40 +66,40 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write(json.dumps(result) + "\n")
     elif result["finished"]:
-        write(f"the drafter is in {args.out}; held-out agreement by step: {result['held_out']}\n")
+        write(f"the drafter is in {args.out}; {_judged(result['held_out'])}\n")
     else:
         write("stopped; the same command goes on from here\n")
     return 0
+
+
+def _judged(held_out: dict[str, Any]) -> str:
+    return (
+        f"held-out: agreement by step {held_out['agreement']}, {held_out['tokens_per_pass']} tokens a pass as a chain"
+    )
 
 
 def _train(args: argparse.Namespace, until: float) -> dict[str, Any]:
     import torch
     from tqdm import tqdm
 
-    from specdec_triton.training.chats import ChatFile
     from specdec_triton.training.eagle3 import Eagle3Student, save_eagle3
     from specdec_triton.training.features import Features, frequent_ids
     from specdec_triton.training.trainer import Schedule, Trainer
 
     work = args.out / "work"
-    work.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(args.target)
-    file = ChatFile(work / "chats.jsonl")
-    if not _write(args, file, tokenizer, until):
-        return {"finished": False, "stage": "chats", "tokens": file.tokens()}
-
     model = load_model(args.target, dtype=torch.float32)
     layers = model.config.get_text_config().num_hidden_layers
     taps = (2, layers // 2, layers - 3) if layers >= 6 else (1, max(layers // 2, 1), max(layers - 1, 1))
     features = Features(work / "features", taps)
-    from specdec_triton import optimize
+    tokens, enough = _collect(args, features, model, tokenizer, until)
+    if not enough:
+        return {"finished": False, "stage": "chats", "tokens": tokens}
 
-    with tqdm(desc="the target's hidden states", unit=" chats", file=sys.stderr) as bar:
-        reader = optimize(load_model(args.target, dtype=torch.bfloat16))
-        features.collect(reader, file, progress=lambda done: bar.update(done - bar.n))
-        del reader
     vocab_size = model.get_output_embeddings().weight.shape[0]
-    ids = frequent_ids(file, min(args.draft_vocab, vocab_size), tokenizer.all_special_ids, vocab_size)
+    ids = frequent_ids(
+        features.learnt_tokens(), min(args.draft_vocab, vocab_size), tokenizer.all_special_ids, vocab_size
+    )
     student = Eagle3Student(model, ids, taps)
     schedule = Schedule(epochs=args.epochs, steps=args.steps, rate=args.rate)
     trainer = Trainer(student, features, schedule, work / "state.pt")
@@ -107,7 +109,7 @@ def _train(args: argparse.Namespace, until: float) -> dict[str, Any]:
             bar.update(done - bar.n)
             bar.set_postfix_str(f"loss {facts['loss']:.3f}, agreement {facts['agreement']}")
             if "held_out" in facts:
-                note(f"held-out agreement by step: {facts['held_out']}")
+                note(_judged(facts["held_out"]))
             save_eagle3(student, args.out)
 
         finished = trainer.run(until=until, progress=progress)
@@ -115,24 +117,34 @@ def _train(args: argparse.Namespace, until: float) -> dict[str, Any]:
     return {"finished": finished, "stage": "training", "held_out": held_out, "out": str(args.out), "log": trainer.log}
 
 
-def _write(args: argparse.Namespace, file: ChatFile, tokenizer: Any, until: float) -> bool:
-    """Chats, or the user's own text, in the file; whether there are enough."""
-    import torch
+def _collect(
+    args: argparse.Namespace, features: Features, model: Any, tokenizer: Any, until: float
+) -> tuple[int, bool]:
+    """Features of chats, or of the user's own text; how many tokens there are to learn, and whether these are all."""
     from tqdm import tqdm
 
-    from specdec_triton import optimize
-    from specdec_triton.training.chats import ChatWriter, text_chats, write_chats
+    from specdec_triton.training.chats import ChatWriter
+    from specdec_triton.training.features import TextReader, fill
 
+    done, shards = sum(len(tokens) for tokens in features.learnt_tokens()), len(features.shards)
     if args.text is not None:
-        if file.batches == 0:
-            file.append(list(text_chats(args.text.read_text().splitlines(), tokenizer)))
-        return True
-    if file.tokens() >= args.tokens:
-        return True
-    model = optimize(load_model(args.target, dtype=torch.bfloat16))
-    try:
-        writer = ChatWriter(model, tokenizer, batch=args.chats)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    with tqdm(total=args.tokens, desc="the target writes chats", unit=" tokens", file=sys.stderr) as bar:
-        return write_chats(file, writer, args.tokens, until=until, progress=lambda done: bar.update(done - bar.n))
+        if shards:
+            return done, True
+        texts = args.text.read_text().splitlines()
+        examples = TextReader(model, tokenizer, features.taps).examples(texts)
+        until, wanted = math.inf, math.inf
+    elif done >= args.tokens:
+        return done, True
+    else:
+        try:
+            examples = ChatWriter(model, tokenizer, features.taps, batch=args.chats).examples(shards)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        wanted = args.tokens
+    with tqdm(total=args.tokens, initial=done, desc="what the target says", unit=" tokens", file=sys.stderr) as bar:
+        for more in fill(features, examples):
+            done += more
+            bar.update(more)
+            if done >= wanted or time.monotonic() >= until:
+                break
+    return done, done >= wanted or args.text is not None

@@ -9,6 +9,7 @@ from specdec_triton.drafters.medusa import MedusaDrafter
 from specdec_triton.drafters.no_draft import NoDraft
 from specdec_triton.drafters.prompt_lookup import PromptLookup
 from specdec_triton.drafters.suffix import SuffixDrafter
+from specdec_triton.trees import DynamicTree, StaticTree
 
 __all__ = [
     "Cascade",
@@ -16,6 +17,7 @@ __all__ = [
     "DraftSession",
     "Drafter",
     "Drafts",
+    "DynamicTree",
     "EagleDrafter",
     "LayerSkip",
     "MedusaDrafter",
@@ -23,5 +25,6 @@ __all__ = [
     "PromptLookup",
     "Round",
     "SessionOptions",
+    "StaticTree",
     "SuffixDrafter",
 ]

@@ -35,6 +35,18 @@ class Draw(Protocol):
     def __call__(self, logits: torch.Tensor, j: int, ids: torch.Tensor | None = None) -> Drawn: ...
 
 
+class Children(NamedTuple):
+    """The likeliest tokens of some nodes, int64 ``[n,M,count]``, best first, and their log-probabilities, fp32; those are NaN where the
+    drafter's numbers were."""
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+
+
+class Branch(Protocol):
+    def __call__(self, logits: torch.Tensor, j: int, count: int, ids: torch.Tensor | None = None) -> Children: ...
+
+
 @dataclass
 class Round:
     """What a session may look at, for the n requests in the slots 0 .. n-1.
@@ -50,6 +62,9 @@ class Round:
             ``[V']``, each once.
         needs_logits: whether any request's method judges drafts by their probabilities.
         reads: whether values may be read on the host.
+        branch: ``(logits [n,M,V'], j, count, ids) -> Children`` gives the children of M nodes of depth j in a tree, ``count`` <= V' of
+            them: where a request's method draws, with the noise that the target will draw with at their position. None: only chains
+            are of use, since rules follow the text.
         draw_from: ``(head, hidden [n,H], j) -> Drawn`` does so from what a model's head is given, without writing logits; None: rows of
             logits are needed.
     """
@@ -62,6 +77,7 @@ class Round:
     draw: Draw
     needs_logits: bool
     reads: bool
+    branch: Branch | None = None
     draw_from: Callable[[Head, torch.Tensor, int], Drawn] | None = None
 
 
@@ -70,8 +86,9 @@ class Drafts:
     """Proposals: tokens int64 ``[n,K']`` with K' <= K (anything past a request's length), lens int32 ``[n]``.
 
     Attributes:
+        parents: int64 ``[n,K']``, the node that each draft follows (see :mod:`~specdec_triton.trees`); None: the one before it.
         logits: ``[n,K',V]``, those that the drafts were drawn from, and lse ``[n,K']``, as :attr:`Round.draw` gave them; None: the
-            drafts were certain.
+            drafts were certain, as those of trees always are.
         failed: bool ``[n]``, whose drafts ended early because the drafter's numbers were not finite; None: nobody's.
         foreign: bool ``[n]``, whose held an id outside the target's vocabulary; the decoder finds that out.
     """
@@ -80,20 +97,21 @@ class Drafts:
     lens: torch.Tensor
     logits: torch.Tensor | None = None
     lse: torch.Tensor | None = None
+    parents: torch.Tensor | None = None
     failed: torch.Tensor | None = None
     foreign: torch.Tensor | None = None
 
     def first(self, k: int) -> Drafts:
         """The first k columns, which hold all that ``lens`` counts."""
-        logits, lse = (None if x is None else x[:, :k] for x in (self.logits, self.lse))
-        return replace(self, tokens=self.tokens[:, :k], logits=logits, lse=lse)
+        logits, lse, parents = (None if x is None else x[:, :k] for x in (self.logits, self.lse, self.parents))
+        return replace(self, tokens=self.tokens[:, :k], logits=logits, lse=lse, parents=parents)
 
     def of(self, requests: torch.Tensor) -> Drafts:
         """The drafts of some requests, int64 ``[n']``, without the columns that none of them uses; a host read."""
         lens = self.lens[requests]
         cut = self.first(int(lens.max()))
-        logits, lse = (None if x is None else x[requests] for x in (cut.logits, cut.lse))
-        return Drafts(cut.tokens[requests], lens, logits, lse)
+        logits, lse, parents = (None if x is None else x[requests] for x in (cut.logits, cut.lse, cut.parents))
+        return Drafts(cut.tokens[requests], lens, logits, lse, parents)
 
 
 class DraftSession(ABC):
@@ -110,6 +128,7 @@ class DraftSession(ABC):
         taps: hidden states of the target that :meth:`see` is shown, after how many layers each; see
             :class:`~specdec_triton.taps.Taps`.
         reach: how many missing tokens :meth:`propose` makes up for by itself.
+        trees: whether it drafts trees where :attr:`Round.branch` is given. level: the drafts that it makes in a pass of its own, 1 but for trees.
         memory: how many missing tokens :meth:`extend` can make up for, since it needs to have seen their hidden states; None: any number.
     """
 
@@ -120,6 +139,8 @@ class DraftSession(ABC):
     adapter: ModelAdapter | None = None
     taps: tuple[int, ...] = ()
     reach: int = 2
+    trees: bool = False
+    level: int = 1
     memory: int | None = None
 
     @property
@@ -193,7 +214,13 @@ class SessionOptions:
 
 
 class Drafter(ABC):
-    """A source of drafts."""
+    """A source of drafts.
+
+    Attributes:
+        trees: whether its drafts may be trees, so that texts are exact up to rounding only.
+    """
+
+    trees: bool = False
 
     @abstractmethod
     def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:

@@ -10,6 +10,7 @@ import torch
 
 from specdec_triton._checks import require
 from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, nothing
+from specdec_triton.trees import chain_parents
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -34,6 +35,7 @@ class Cascade(Drafter):
         for drafter in drafters:
             require(isinstance(drafter, Drafter), "drafters", "a list of drafters", f"a {type(drafter).__name__} in it")
         self.drafters = tuple(drafters)
+        self.trees = any(drafter.trees for drafter in drafters)
 
     def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:
         sessions = [drafter.bind(target, options) for drafter in self.drafters]
@@ -55,6 +57,7 @@ class _Session(DraftSession):
         self.silent = all(session.silent for session in sessions)
         self.free, self.adapter = last.free, last.adapter
         self.taps, self.reach, self.memory = last.taps, last.reach, last.memory
+        self.trees, self.level = last.trees, last.level
         self.seen = last.seen
         # The last may have a limit that the free ones do not; it keeps to that by itself.
         self.max_len = last.max_len if len(sessions) == 1 else None
@@ -110,12 +113,17 @@ class _Session(DraftSession):
         """The drafts of both; nobody has some of each."""
         if first.tokens.shape[1] == 0:
             return second
+        needs_logits = needs_logits and second.parents is None
         width = max(first.tokens.shape[1], second.tokens.shape[1])
         a, b = (_widened(drafts, width, self._vocab_size, needs_logits) for drafts in (first, second))
         mine = a.lens > 0
         joined = Drafts(
             torch.where(mine[:, None], a.tokens, b.tokens), torch.where(mine, a.lens, b.lens), failed=b.failed
         )
+        if second.parents is not None:
+            assert b.parents is not None
+            joined.parents = torch.where(mine[:, None], chain_parents(joined.tokens), b.parents)
+            return joined  # of certain drafts
         if needs_logits:
             assert a.logits is not None
             assert b.logits is not None
@@ -131,6 +139,7 @@ def _widened(drafts: Drafts, width: int, vocab_size: int, needs_logits: bool) ->
     pad = torch.nn.functional.pad
     missing = width - drafts.tokens.shape[1]
     tokens, logits, lse = pad(drafts.tokens, (0, missing)), drafts.logits, drafts.lse
+    parents = None if drafts.parents is None else pad(drafts.parents, (0, missing))
     if needs_logits:
         if logits is None:
             logits = torch.full((*tokens.shape, vocab_size), float("-inf"), device=tokens.device)
@@ -139,4 +148,4 @@ def _widened(drafts: Drafts, width: int, vocab_size: int, needs_logits: bool) ->
         else:
             assert lse is not None
             logits, lse = pad(logits, (0, 0, 0, missing)).float(), pad(lse, (0, missing))
-    return replace(drafts, tokens=tokens, logits=logits, lse=lse)
+    return replace(drafts, tokens=tokens, logits=logits, lse=lse, parents=parents)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,11 @@ from specdec_triton import ops
 from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
 from specdec_triton.drafters.columns import Columns
 from specdec_triton.drafters.heads.checkpoint import Checkpoint, find
+from specdec_triton.drafters.heads.growing import fed_nodes, grow, level_of
 from specdec_triton.drafters.heads.states import LastStates
 from specdec_triton.kv_cache import KVCache, LayerShape
 from specdec_triton.passes import AttentionOptions, Backends, make_pass, paged_attention
+from specdec_triton.trees import DynamicTree, StaticTree, check_target
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -32,28 +35,42 @@ class EagleDrafter(Drafter):
         source: a folder or a hub id, in a published layout (``config.json`` and safetensors, or what ``torch.save`` wrote).
         aux_layers: EAGLE-3: after how many of the target's layers the hidden states are taken, as transformers counts them
             (``output_hidden_states``; 0 are the embeddings); None: what the head's configuration says, else 2, N/2 and N-3 of N.
+        tree: the shape of a round's drafts: a :class:`~specdec_triton.DynamicTree` (EAGLE-2), a :class:`~specdec_triton.StaticTree` or its
+            parents; None: a chain. A tree takes up to ``num_draft_tokens`` drafts. Children are certain; requests with logit rules, which
+            follow the text, get chains.
 
     Raises:
         ModelNotFoundError: there is no such head.
+        ValueError: no such tree.
 
     Once it is bound to a target:
         UnsupportedModelError: a tensor of the head is missing, of another shape, not finite or of no known use, or the head is not one
-            for that target.
+            for that target; with a tree also a target whose sliding window is shorter than 64 tokens.
 
     Source: Li et al. 2024, "EAGLE: Speculative sampling requires rethinking feature uncertainty" (arXiv:2401.15077); Li et al. 2024,
     "EAGLE-2" (arXiv:2406.16858); Li et al. 2025, "EAGLE-3" (arXiv:2503.01840).
     """
 
-    def __init__(self, source: str | os.PathLike[str], *, aux_layers: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        aux_layers: Sequence[int] | None = None,
+        tree: DynamicTree | StaticTree | Sequence[int] | None = None,
+    ) -> None:
         find(source)  # its tensors are read for each target
         self.source = source
         self.aux_layers = None if aux_layers is None else tuple(aux_layers)
+        self.tree = tree if tree is None or isinstance(tree, (DynamicTree, StaticTree)) else StaticTree(tree)
+        self.trees = self.tree is not None
 
     def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:
         from specdec_triton.drafters.heads.load_eagle import load_eagle
 
+        if self.tree is not None:
+            check_target(target)
         head, taps = load_eagle(Checkpoint(self.source), target, self.aux_layers)
-        return _Session(head, taps, target, options)
+        return _Session(head, taps, target, options, self.tree)
 
 
 class _Session(DraftSession):
@@ -68,10 +85,23 @@ class _Session(DraftSession):
     seen: torch.Tensor
     memory: int
 
-    def __init__(self, head: EagleHead, taps: tuple[int, ...], target: ModelAdapter, options: SessionOptions) -> None:
+    def __init__(
+        self,
+        head: EagleHead,
+        taps: tuple[int, ...],
+        target: ModelAdapter,
+        options: SessionOptions,
+        tree: DynamicTree | StaticTree | None,
+    ) -> None:
         self._head = head
         self.taps = taps
-        self.reach = options.max_drafts + 1
+        self._tree = tree
+        self.trees = tree is not None
+        self._deepest, self._spare = options.max_drafts, 0
+        if tree is not None:
+            self._deepest, self._spare = min(tree.depth, options.max_drafts), fed_nodes(tree)
+            self.level = level_of(tree, options.max_drafts)
+        self.reach = self._deepest + 1
         self.memory = _MEMORY + options.chunk
         self._vocab_size = target.vocab_size
         self._fixed = target.fixed_shapes
@@ -80,7 +110,8 @@ class _Session(DraftSession):
         self._backends = Backends(
             *(ops.resolve_backend(backend, op, like) for op in ("append_kv", "verify_attention", "skinny_linear"))
         )
-        self._cache = self._new_cache(options.slots, options.page_size, options.num_pages, options.max_tokens)
+        longest = None if options.max_tokens is None else options.max_tokens + self._spare
+        self._cache = self._new_cache(options.slots, options.page_size, options.num_pages, longest)
         self._columns = Columns(self._cache, options, fixed_shapes=self._fixed)
         self.max_len = target.max_len
         with torch.inference_mode(False):
@@ -110,8 +141,8 @@ class _Session(DraftSession):
     # What it holds of each slot.
 
     def reserve(self, slot: int, tokens: int) -> None:
-        self._cache.reserve(slot, tokens)
-        self._columns.reserve(slot, tokens)
+        self._cache.reserve(slot, tokens + self._spare)
+        self._columns.reserve(slot, tokens + self._spare)
 
     def move(self, src: int, dst: int) -> None:
         self._cache.move(src, dst)
@@ -199,6 +230,9 @@ class _Session(DraftSession):
         start = torch.minimum(seen, round_.lens).clamp(min=1)  # have been fed; the first token makes no pair
         missing = round_.lens - start
         limits = torch.where((missing >= 1) & (missing <= self.reach), round_.limits, 0)
+        as_tree = self._tree is not None and round_.branch is not None
+        if not as_tree:
+            limits = limits.clamp(max=self._deepest)
         k = min(round_.k, int(limits.max())) if round_.reads else round_.k
         if k == 0:
             return nothing(round_.lens)
@@ -208,6 +242,9 @@ class _Session(DraftSession):
         width = int(fed.max()) if round_.reads else self.reach
         hidden = self._feed(round_.texts, start - 1, fed, width, rows, table)
         seen.copy_(torch.where(going, round_.lens, seen))
+        if as_tree:
+            return self._grown(round_, k, hidden, limits, table)
+        k = min(k, self._deepest)
 
         # Of draft j + 1: who is fed draft j, behind all before it.
         next_fed = (limits > torch.arange(1, k, dtype=torch.int32, device=limits.device)[:, None]).int()
@@ -223,17 +260,59 @@ class _Session(DraftSession):
             drawn, torch.cat((going[None], next_fed.bool())), self._vocab_size if round_.needs_logits else None
         )
 
+    def _grown(self, round_: Round, k: int, root: torch.Tensor, limits: torch.Tensor, table: torch.Tensor) -> Drafts:
+        """Trees behind the states ``root [n,H]`` at the texts' ends; their nodes' pairs lie behind the text in the order they are fed."""
+        head, cache = self._head, self._cache.layer(0)
+        going, base = limits > 0, (round_.lens - 1).clamp(min=0)
+        fed, depth = 0, 0
+        masks: list[torch.Tensor] = []
+        append, attention, _ = self._backends
+
+        def feed(tokens: torch.Tensor, hidden: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
+            nonlocal fed, depth
+            n, m = tokens.shape
+            position = (base.long() + depth)[:, None].expand(n, m).flatten()
+            masks.append(sees)
+
+            def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                q, k, v = (x.unflatten(0, (n, m)) for x in (q, k, v))
+                ops.append_kv(k, v, *cache, table, base + fed, torch.where(going, m, 0), backend=append)
+                # The op knows only the newest tokens as a tree's: those fed before are among them, and ask for nothing.
+                q = torch.cat((q.new_zeros(n, fed, *q.shape[2:]), q), 1)
+                lens = torch.where(going, fed + m, 0)
+                seen = torch.cat(masks, 1)
+                out = ops.verify_attention(q, *cache, table, base, lens, tree_mask=seen, backend=attention)
+                return out[:, fed:].flatten(0, 1)
+
+            states = head(tokens.flatten(), hidden.flatten(0, 1), head.rotations(position, hidden), attend)
+            fed, depth = fed + m, depth + 1
+            return states.unflatten(0, (n, m))  # type: ignore[no-any-return]
+
+        def score(states: torch.Tensor, depth: int) -> torch.Tensor:
+            return head.lm_head(head.finish(states))  # type: ignore[no-any-return]
+
+        assert self._tree is not None
+        assert round_.branch is not None
+        tree = self._tree
+        if isinstance(tree, DynamicTree) and round_.reads:  # a pass for each level that is asked for
+            tree = replace(tree, depth=min(self._deepest, -(-k // self.level)))
+        drafts = grow(tree, k, root, feed, score, round_.branch, head.ids)
+        drafts.lens = torch.minimum(drafts.lens, limits)
+        return drafts
+
     def drafting(self, n: int) -> Callable[[], object]:
-        pages = self._new_cache(n, self._cache.page_size, 0)
+        pages, width = self._new_cache(n, self._cache.page_size, 0), 1
+        if self._tree is not None:  # the nodes of a level
+            width = max(1, -(-self._spare // max(self._tree.depth - 1, 1)))
         for slot in range(n):
-            pages.reserve(slot, _MEASURED + 1)
+            pages.reserve(slot, _MEASURED + width)
         device = self.seen.device
         context = torch.full((n,), _MEASURED, dtype=torch.int32, device=device)
-        tokens, hidden = torch.zeros(n, dtype=torch.int64, device=device), self._states.blank(n)
+        tokens, hidden = torch.zeros(n * width, dtype=torch.int64, device=device), self._states.blank(n * width)
 
         def draft() -> object:
             p, at = make_pass(
-                pages, pages.block_table, context, None, n, 1, backends=self._backends, reads=not self._fixed
+                pages, pages.block_table, context, None, n, width, backends=self._backends, reads=not self._fixed
             )
             return self._head.lm_head(self._head.finish(self._layer(p, at, tokens, hidden)))
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
+from specdec_triton.drafters.base import (
+    Branch,
+    Drafter,
+    Drafts,
+    DraftSession,
+    Round,
+    SessionOptions,
+    drafts_of,
+    nothing,
+)
 from specdec_triton.drafters.heads.checkpoint import Checkpoint, find
+from specdec_triton.drafters.heads.growing import grow, level_of
 from specdec_triton.drafters.heads.states import LastStates
+from specdec_triton.errors import UnsupportedModelError
+from specdec_triton.trees import DynamicTree, StaticTree, check_target
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -28,21 +40,35 @@ class MedusaDrafter(Drafter):
         ModelNotFoundError: there are no such heads.
 
     Once it is bound to a target:
-        UnsupportedModelError: a tensor is missing, of another shape, not finite or of no known use, or they are not for that target.
+        UnsupportedModelError: a tensor is missing, of another shape, not finite or of no known use, or they are not for that target, or the
+            tree is deeper than there are heads; with a tree also a target whose sliding window is shorter than 64 tokens.
 
-    No more is drafted in a round than there are heads.
+    A chain is no longer than there are heads.
 
     Source: Cai et al. 2024, "Medusa: Simple LLM inference acceleration framework with multiple decoding heads" (arXiv:2401.10774).
     """
 
-    def __init__(self, source: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        tree: DynamicTree | StaticTree | Sequence[Sequence[int]] | None = None,
+    ) -> None:
         find(source)  # its tensors are read for each target
         self.source = source
+        whole = tree is None or isinstance(tree, (DynamicTree, StaticTree))
+        self.tree = tree if whole else StaticTree.of_choices(tree)  # type: ignore[arg-type]
+        self.trees = self.tree is not None
 
     def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:
         from specdec_triton.drafters.heads.medusa_heads import load_medusa
 
-        return _Session(load_medusa(Checkpoint(self.source), target), target, options)
+        if self.tree is not None:
+            check_target(target)
+        heads = load_medusa(Checkpoint(self.source), target)
+        if self.tree is not None and self.tree.depth > len(heads):  # type: ignore[union-attr]
+            raise UnsupportedModelError(f"tree is {self.tree.depth} deep, but there are {len(heads)} Medusa heads")  # type: ignore[union-attr]
+        return _Session(heads, target, options, self.tree)  # type: ignore[arg-type]
 
 
 class _Session(DraftSession):
@@ -50,8 +76,18 @@ class _Session(DraftSession):
 
     free = False
 
-    def __init__(self, heads: MedusaHeads, target: ModelAdapter, options: SessionOptions) -> None:
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        target: ModelAdapter,
+        options: SessionOptions,
+        tree: DynamicTree | StaticTree | None,
+    ) -> None:
         self._heads = heads
+        self._tree = tree
+        self.trees = tree is not None
+        if tree is not None:
+            self.level = level_of(tree, options.max_drafts)
         self._vocab_size = target.vocab_size
         self.taps = (target.config.num_hidden_layers,)
         kept = options.chunk + options.max_drafts + 1
@@ -72,15 +108,30 @@ class _Session(DraftSession):
 
     @torch.inference_mode()
     def propose(self, round_: Round) -> Drafts:
-        n = len(round_.lens)
-        limits = round_.limits.clamp(max=len(self._heads))
+        n, limits = len(round_.lens), round_.limits
+        state = self._states.read(slice(n), (round_.lens - 2).clamp(min=0).long()[:, None])[:, 0]
+        if self._tree is not None and round_.branch is not None:
+            return self._grown(round_, self._tree, state, round_.branch)
+        limits = limits.clamp(max=len(self._heads))
         k = min(round_.k, len(self._heads), int(limits.max()) if round_.reads else round_.k)
         if k == 0:
             return nothing(round_.lens)
-        state = self._states.read(slice(n), (round_.lens - 2).clamp(min=0).long()[:, None])[:, 0]
         drawn = [round_.draw(self._heads(j, state), j) for j in range(k)]
         asked = limits > torch.arange(k, dtype=torch.int32, device=limits.device)[:, None]
         return drafts_of(drawn, asked, self._vocab_size if round_.needs_logits else None)
+
+    def _grown(self, round_: Round, tree: DynamicTree | StaticTree, state: torch.Tensor, branch: Branch) -> Drafts:
+        """Trees: what a head says is the same behind all nodes of a depth."""
+
+        def score(states: torch.Tensor, depth: int) -> torch.Tensor:
+            return self._heads(depth, state)[:, None].expand(-1, states.shape[1], -1)
+
+        k = min(round_.k, int(round_.limits.max())) if round_.reads else round_.k
+        if k == 0:
+            return nothing(round_.lens)
+        drafts = grow(tree, k, state, lambda tokens, states, sees: states, score, branch, None)
+        drafts.lens = torch.minimum(drafts.lens, round_.limits)
+        return drafts
 
     def drafting(self, n: int) -> Callable[[], object]:
         state = self._states.blank(n)

@@ -41,6 +41,7 @@ class Controller:
 
     Args:
         slots: the most requests of a round. max_k: the most drafts of a request, at least 1.
+        level: the rows of a pass that a draft takes. Of trees what is planned, counted and judged are levels, which take several.
         packed: True: a pass costs by the rows that are really there, so each request gets its own K. False: a pass has
             ``n * (K+1)`` rows whatever the requests draft, so one K is chosen for all.
 
@@ -54,8 +55,9 @@ class Controller:
     """
 
     @torch.inference_mode(False)  # must stay writable outside it
-    def __init__(self, slots: int, max_k: int, device: torch.device | str, packed: bool) -> None:
+    def __init__(self, slots: int, max_k: int, device: torch.device | str, packed: bool, level: int = 1) -> None:
         self.max_k = max_k
+        self._level = level
         self.packed = packed
         self._counts = torch.zeros(slots, 2, max_k, device=device)
         self.kept, self.reached = self._counts.unbind(1)
@@ -153,6 +155,10 @@ class Controller:
         kept, reached = counts.unbind(1)
         return torch.add(kept, prior, alpha=STRENGTH) / (reached + STRENGTH)
 
+    def _seconds(self, curve: Curve) -> torch.Tensor:
+        """Of passes of the target with 0, 1, ... drafts beyond the requests' own tokens, or levels of them."""
+        return curve.target if self._level == 1 else curve.target[:: self._level]
+
     def _choose_each(self, gains: torch.Tensor, given: torch.Tensor, sure: torch.Tensor, curve: Curve) -> torch.Tensor:
         """K of each request that is not fixed, int32 ``[n]``.
 
@@ -168,7 +174,7 @@ class Controller:
         place, depths = order % k, self._steps[: k + 1, None]
         inside = gain * (place < depths)  # [k+1,n*k]
         rows = (inside > 0).cumsum(1) + given.sum()
-        seconds = curve.target.take(rows) + torch.maximum(depths, given.amax()) * curve.draft
+        seconds = self._seconds(curve).take(rows) + torch.maximum(depths, given.amax()) * curve.draft
         seconds[0].div_(1 + MARGIN)
         best = ((sure + inside.cumsum(1)) / seconds).argmax()
         depth, last = best // len(gain), best % len(gain)
@@ -179,7 +185,7 @@ class Controller:
         """The best K for all, int32 ``[]``; arguments as in :meth:`_choose_each`."""
         n, k = gains.shape
         depth = torch.maximum(self._steps[: k + 1], given.amax())  # the fixed requests' rows are there in any case
-        seconds = curve.target.take(depth * n) + depth * curve.draft
+        seconds = self._seconds(curve).take(depth * n) + depth * curve.draft
         tokens = sure + torch.nn.functional.pad(gains.sum(0).cumsum(0), (1, 0))
         seconds[0].div_(1 + MARGIN)
         return (tokens / seconds).argmax().int()

@@ -34,6 +34,7 @@ from specdec_triton.engine.stop_strings import StopStrings
 from specdec_triton.engine.turns import Turns
 from specdec_triton.engine.warmup import Warmup
 from specdec_triton.errors import OutOfPagesError
+from specdec_triton.exactness import ExactnessError
 from specdec_triton.grammar import Matcher
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, SamplingParams, draw_seed
 
@@ -100,6 +101,11 @@ class SpeculativeDecoder:
         if drafter is not None and not isinstance(drafter, Drafter):
             given = f"the class {drafter.__name__}" if isinstance(drafter, type) else type(drafter).__name__
             raise ValueError(f"drafter must be a Drafter such as PromptLookup(), got {given}")
+        if exact and drafter is not None and drafter.trees:
+            raise ExactnessError(
+                "exact=True cannot hold with trees, whose keys lie in another order than a chain's: a tree is exact up to"
+                " rounding; draft chains (tree=None), or leave exact out"
+            )
         self.num_draft_tokens = num_draft_tokens
         self.method = method
         self._adaptive = adaptive
@@ -228,12 +234,15 @@ class SpeculativeDecoder:
         ids = check_prompt(prompt, self._target.vocab_size)
         check_rules(params, self._target.vocab_size)
         limit = text_limit(len(ids), params.max_new_tokens, self.max_seq_len)
-        if not self._loop.cache.growable and self._loop.cache.pages_for(limit) > self._loop.cache.num_pages:
+        handle = self._handle(ids, params, limit, self._stops_of(params), make_matcher(params))
+        cache = self._loop.cache
+        if not cache.growable and (pages := cache.pages_for(handle.most_keys())) > cache.num_pages:
+            drafts = f" and {handle.limit} drafts in a tree" if handle.trees else ""
             raise OutOfPagesError(
-                f"a prompt of {len(ids)} tokens and {limit - len(ids)} new ones need {self._loop.cache.pages_for(limit)}"
-                f" pages, the pool has {self._loop.cache.num_pages}: raise num_pages, or lower max_new_tokens"
+                f"a prompt of {len(ids)} tokens and {limit - len(ids)} new ones{drafts} need {pages} pages, the pool has"
+                f" {cache.num_pages}: raise num_pages, or lower max_new_tokens"
             )
-        return self._handle(ids, params, limit, self._stops_of(params), make_matcher(params))
+        return handle
 
     def _handle(
         self,
@@ -257,6 +266,7 @@ class SpeculativeDecoder:
             stop_ids=sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._target.stop_ids)}),
             limit=k if self._loop.drafting.on else 0,
             fixed=not self._adaptive or (method in ops.PATHLESS and params.seed is not None),
+            trees=self._loop.session.trees,
             arrival=next(self._arrivals),
             stop_strings=stop_strings,
             matcher=matcher,

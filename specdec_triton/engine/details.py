@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec_triton.engine.judge import Judge
+from specdec_triton.engine.judge import Judge, Verdict
 from specdec_triton.engine.slots import Slots
 from specdec_triton.logprobs import TokenLogprob, token_logprobs
 from specdec_triton.sampling import MAX_DRAFT_TOKENS, MAX_LOGPROBS
@@ -41,26 +41,26 @@ class Details:
                 size = len(self._slots.lens), COLUMNS
                 self._report = torch.zeros(size, dtype=torch.int64, device=self._slots.device)
 
-    def write(
-        self, rows: slice, tokens: torch.Tensor, logits: torch.Tensor, counts: torch.Tensor | None, top: int
-    ) -> None:
+    def write(self, rows: slice, verdict: Verdict, logits: torch.Tensor, counts: torch.Tensor | None, top: int) -> None:
         """Report on the emitted tokens.
 
         Args:
-            tokens: int64 ``[n,K+1]``, padded with -1.
+            verdict: what the round's requests get.
             logits: the target's own, ``[n,K+1,V]``, or ``[N,V]`` if packed, with counts int32 ``[n]``.
             top: at most so many of the most likely tokens are reported.
         """
+        tokens = verdict.tokens
         width, vocab = tokens.shape[1], logits.shape[-1]
         into = self.report(rows, width - 1, top).view(-1, width, _columns(top))
         if self._reads:
             emitted = (tokens >= 0) & (self._slots.logprobs[rows] >= 0)[:, None]
             request, step = emitted.nonzero(as_tuple=True)
-            scores = logits[request, step] if counts is None else logits[Judge.packed_rows(counts, request, step)]
+            node = step if verdict.path is None else verdict.path[request, step]
+            scores = logits[request, node] if counts is None else logits[Judge.packed_rows(counts, request, node)]
             into[request, step] = _encoded(scores, tokens[request, step], top)
         else:
             known = tokens.clamp(0, vocab - 1).flatten()
-            into.copy_(_encoded(logits.flatten(0, 1), known, top).view(into.shape))
+            into.copy_(_encoded(verdict.on_path(logits).flatten(0, 1), known, top).view(into.shape))
 
 
 def _columns(top: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,27 @@ from specdec_triton.engine.slots import Slots
 from specdec_triton.head import Head
 from specdec_triton.reference.logits import bad_rows
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
+
+
+class Verdict(NamedTuple):
+    """What a round's requests get: ``tokens[b, : num_accepted[b] + 1]``.
+
+    Attributes:
+        tokens: int64 ``[n,K+1]``, padded with -1. num_accepted, status: int32 ``[n]``; see ``ops.AcceptResult``.
+        path: int64 ``[n,K+1]``, of trees the nodes that were kept, padded with -1; None: drafts were chains.
+    """
+
+    tokens: torch.Tensor
+    num_accepted: torch.Tensor
+    status: torch.Tensor
+    path: torch.Tensor | None = None
+
+    def on_path(self, nodes: torch.Tensor) -> torch.Tensor:
+        """``[n,K+1,...]``, one for each node, in the order of what was kept; anything behind it."""
+        if self.path is None:
+            return nodes
+        index = self.path.clamp(min=0)
+        return nodes.gather(1, index.view(*index.shape, *[1] * (nodes.dim() - 2)).expand(-1, -1, *nodes.shape[2:]))
 
 
 class Judge:
@@ -39,8 +61,8 @@ class Judge:
         counts: torch.Tensor | None = None,
         host: HostRules | None = None,
         head: Head | None = None,
-    ) -> ops.AcceptResult:
-        """Keep the right prefix of each draft and the token that the target adds.
+    ) -> Verdict:
+        """Keep the right prefix, or path, of each draft, and the token that the target adds.
 
         Args:
             scored: the target's logits ``[n,K+1,V]``, or what its ``head`` makes them of, ``[n,K+1,H]``; then no request needs more
@@ -51,19 +73,24 @@ class Judge:
         """
         if head is not None:
             params, (method,) = self._slots.params(rows, False, False), shape.methods
-            return head.verify(scored, drafts.tokens, drafts.lens, params=params, method=method, backend=self._backend)
+            drawn = drafts.tokens, drafts.lens
+            return Verdict(*head.verify(scored, *drawn, params=params, method=method, backend=self._backend))
         if counts is None:
             return self._of(rows, None, shape, drafts, scored, host)
         n, width = len(drafts.lens), drafts.tokens.shape[1] + 1
         tokens = drafts.tokens.new_full((n, width), ops.PAD)
+        path = None if drafts.parents is None else tokens.clone()
         accepted, status = torch.zeros_like(drafts.lens), torch.zeros_like(drafts.lens)
         for some in ((drafts.lens > 0).nonzero()[:, 0], (drafts.lens == 0).nonzero()[:, 0]):
             part = drafts.of(some)
             columns = part.tokens.shape[1] + 1
             step = torch.minimum(self._steps[:columns], part.lens[:, None])
             scores = scored[self.packed_rows(counts, some[:, None], step).clamp(max=len(scored) - 1)]  # none at rest
-            tokens[some, :columns], accepted[some], status[some] = self._of(rows, some, shape, part, scores, None)
-        return ops.AcceptResult(tokens, accepted, status)
+            verdict = self._of(rows, some, shape, part, scores, None)
+            tokens[some, :columns], accepted[some], status[some] = verdict[:3]
+            if path is not None and verdict.path is not None:
+                path[some, :columns] = verdict.path
+        return Verdict(tokens, accepted, status, path)
 
     def draft_logits(self, shape: Shape, logits: torch.Tensor, before: Sequence[torch.Tensor]) -> torch.Tensor:
         """What a drafter's logits ``[n,V']`` after the drafts ``before``, int64 ``[n]`` each, become under the requests' rules:
@@ -88,7 +115,7 @@ class Judge:
         drafts: Drafts,
         logits: torch.Tensor,
         host: HostRules | None,
-    ) -> ops.AcceptResult:
+    ) -> Verdict:
         """Of some of the rows, int64; None: of all."""
         params = self._slots.params(rows, shape.has_filters, shape.has_typical)
         methods = self._slots.methods[rows]
@@ -105,36 +132,42 @@ class Judge:
 
     def _up_to_dead_ends(
         self, shape: Shape, methods: torch.Tensor, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch
-    ) -> ops.AcceptResult:
+    ) -> Verdict:
         """A row that leaves no token (or is no number) behind a draft is not met unless that draft is accepted. Then the
         drafts up to there are all that the request gets in this round, and the next one begins with that row, as plain
         decoding would. What stands in such a row has no influence on the drafts before it."""
         step, largest = self._steps[: logits.shape[1]], logits.amax(-1)
         bad = bad_rows(largest, params.temperature) & (step <= drafts.lens[:, None]) & (step > 0)
-        first = torch.where(bad, step, logits.shape[1]).amin(1)
         result = self._by_methods(shape, methods, drafts, logits.masked_fill(bad[:, :, None], 0.0), params)
+        first = torch.where(result.on_path(bad), step, logits.shape[1]).amin(1)
         accepted = torch.minimum(result.num_accepted, first.int() - 1)
-        return ops.AcceptResult(result.tokens.masked_fill(step > accepted[:, None], ops.PAD), accepted, result.status)
+        return result._replace(
+            tokens=result.tokens.masked_fill(step > accepted[:, None], ops.PAD), num_accepted=accepted
+        )
 
     def _by_methods(
         self, shape: Shape, methods: torch.Tensor, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch
-    ) -> ops.AcceptResult:
+    ) -> Verdict:
         """Each request by its own method; methods: int32 ``[n]``."""
         result = self._by_method(shape.methods[0], drafts, logits, params)
         for method in shape.methods[1:]:
             other, mine = self._by_method(method, drafts, logits, params), methods == ops.METHODS.index(method)
-            result = ops.AcceptResult(
+            path = result.path
+            if path is not None and other.path is not None:
+                path = torch.where(mine[:, None], other.path, path)
+            result = Verdict(
                 torch.where(mine[:, None], other.tokens, result.tokens),
                 torch.where(mine, other.num_accepted, result.num_accepted),
                 torch.where(mine, other.status, result.status),
+                path,
             )
         return result
 
-    def _by_method(
-        self, method: str, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch
-    ) -> ops.AcceptResult:
+    def _by_method(self, method: str, drafts: Drafts, logits: torch.Tensor, params: ops.SamplingBatch) -> Verdict:
+        if drafts.parents is not None:
+            return self._of_trees(method, drafts, drafts.parents, logits, params)
         by_probability = method in ops.BY_PROBABILITY
-        return ops.accept_reject(
+        result = ops.accept_reject(
             drafts.tokens,
             logits,
             drafts.logits if by_probability else None,
@@ -144,6 +177,23 @@ class Judge:
             method=method,
             backend=self._backend,
         )
+        return Verdict(*result)
+
+    def _of_trees(
+        self, method: str, drafts: Drafts, parents: torch.Tensor, logits: torch.Tensor, params: ops.SamplingBatch
+    ) -> Verdict:
+        """Children are certain, so ``block``, which is of chains alone, has nothing over ``rejection``."""
+        pad = torch.nn.functional.pad
+        path, tokens, accepted, status = ops.accept_tree(
+            pad(drafts.tokens, (1, 0)),
+            logits,
+            pad(parents, (1, 0), value=ops.PAD),
+            node_lens=drafts.lens + 1,
+            params=params,
+            method="rejection" if method == "block" else method,
+            backend=self._backend,
+        )
+        return Verdict(tokens, accepted, status, path)
 
     def _ruled(
         self,

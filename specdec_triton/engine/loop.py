@@ -81,7 +81,10 @@ class Loop:
         self.session = self.drafting.session
         self._silenced = not self.drafting.on  # the requests know that nobody drafts
         self._slots = Slots(max_batch_size, width or 0, target.vocab_size, device)
-        self._controller = Controller(max_batch_size, MAX_DRAFT_TOKENS, device, packed=not target.fixed_shapes)
+        level = self.session.level
+        self._controller = Controller(
+            max_batch_size, MAX_DRAFT_TOKENS // level, device, packed=not target.fixed_shapes, level=level
+        )
         self._phases = Phases(device)
         self.passes = ExactPasses(target, exact, self._notices.inexact)
         self.shapes = Shapes(
@@ -257,7 +260,7 @@ class Loop:
         return self.shapes.of(decoding, rows, min(k, self._most_drafts())) if decoding else None
 
     def _reserve(self, handle: RequestHandle, k: int) -> bool:
-        return self.scheduler.reserve(handle, min(handle.longest + min(k, handle.limit) + 1, handle.max_total))
+        return self.scheduler.reserve(handle, handle.most_keys(handle.longest + min(k, handle.limit) + 1))
 
     def _catch_up(self, handle: RequestHandle, stop: int) -> None:
         """Show the drafter the request's text up to ``stop``."""

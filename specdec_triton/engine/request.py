@@ -63,6 +63,7 @@ class RequestHandle:
         stop_ids: Sequence[int],
         limit: int,
         fixed: bool,
+        trees: bool,
         arrival: int,
         stop_strings: StopStrings | None = None,
         matcher: Matcher | None = None,
@@ -84,6 +85,7 @@ class RequestHandle:
         self.rules = _rules(params, stop_ids)  # by name: what changes its logits on the device
         self.limit = limit  # the most drafts a round
         self.fixed = fixed  # that many, whatever the controller thinks
+        self.trees = trees  # its drafts may be trees
         self.arrival = arrival  # requests are served in this order
         self.slot: int | None = None  # None: waiting, or ended
         self.prefilled = 0  # tokens of the prompt whose keys are in the cache
@@ -116,6 +118,12 @@ class RequestHandle:
     def longest(self) -> int:
         """Tokens that the text may have once all rounds in flight have been read."""
         return min(self.length + self.in_flight, self.max_total)
+
+    def most_keys(self, tokens: int | None = None) -> int:
+        """Keys that a pass over so many tokens of its text may leave in the cache, of drafts too (None: of the whole text). The nodes
+        of a tree may lie behind the text's end."""
+        most = self.max_total + (self.limit if self.trees else 0)
+        return most if tokens is None else min(tokens, most)
 
     def cancel(self) -> None:
         """End the request. Its pages are free at once, or after the step that another thread is in. Without effect if it

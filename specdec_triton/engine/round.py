@@ -17,12 +17,12 @@ from specdec_triton import ops
 from specdec_triton._checks import check_tensor, require
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafts, DraftSession, Round
-from specdec_triton.drafters.base import Draw, Drawn, nothing, spread
+from specdec_triton.drafters.base import Branch, Children, Draw, Drawn, nothing, spread
 from specdec_triton.engine.controller import Controller
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.details import Details
 from specdec_triton.engine.host_rules import HostRules
-from specdec_triton.engine.judge import Judge
+from specdec_triton.engine.judge import Judge, Verdict
 from specdec_triton.engine.phases import Phases
 from specdec_triton.engine.shapes import Shape
 from specdec_triton.engine.slots import ERROR, LENGTH, RUNNING, STOP, Slots
@@ -30,8 +30,11 @@ from specdec_triton.exactness import ExactPasses
 from specdec_triton.head import Head
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.ops.head import METHODS as HEAD_METHODS
+from specdec_triton.reference.logits import over_temperature
+from specdec_triton.reference.noise import Stream, gumbel
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 from specdec_triton.taps import Taps
+from specdec_triton.trees import Lineage, lineage
 
 COLUMNS = (
     "count",
@@ -96,16 +99,28 @@ class Rounds:
         """
         rows = slice(shape.rows)
         lens = torch.where(self._slots.live[rows], self._slots.lens[rows], 0)
-        wanted, drafts = self._draft(shape, lens)
+        wanted, drafts = self._draft(shape, lens, trees=host is None and not shape.rules)
         packed = host is None and self._packs(drafts)
         counts = torch.where(lens > 0, drafts.lens + 1, 0)
         head = self._head_of(shape, drafts, host)
-        scored = self._verify(shape, lens, drafts, counts, packed, head)
-        drafted, accepted = self._settle(rows, shape, drafts, scored, counts if packed else None, wanted, host, head)
+        tree = None if drafts.parents is None else self._tree(rows, lens, drafts.parents)
+        scored = self._verify(shape, lens, drafts, counts, packed, head, tree)
+        packing = counts if packed else None
+        verdict = self._decide(rows, shape, drafts, scored, packing, host, head)
+        longest = drafts.lens
+        if tree is not None:
+            self._keep_path(shape, lens, verdict)
+            longest = tree.depth.masked_fill(self._steps[: tree.depth.shape[1]] > longest[:, None], 0).amax(1)
+        drafted, accepted = self._commit(rows, shape, drafts, verdict, longest, wanted)
         if shape.adaptive and not (self._reads and drafts.tokens.shape[1] == 0):  # of no drafts nothing is learnt
             # A drafter that has to catch up first has not been heard yet.
-            asked = wanted.clamp(max=shape.k) if self._session.seen is None else None
+            asked = self._levels(wanted.clamp(max=shape.k)) if self._session.seen is None else None
             self._controller.update(shape.rows, drafted, accepted, asked)
+
+    def _tree(self, rows: slice, lens: torch.Tensor, parents: torch.Tensor) -> Lineage:
+        """Nodes behind the text's end, which nobody will be given, stay at positions of the text."""
+        mask, depth = lineage(parents)
+        return Lineage(mask, torch.minimum(depth, (self._slots.ends[rows] - lens).clamp(min=0)[:, None]))
 
     @torch.inference_mode()
     def rehearse(self, tokens: torch.Tensor, cache: KVCache, context: torch.Tensor, counts: torch.Tensor) -> None:
@@ -127,18 +142,25 @@ class Rounds:
         rows = slice(slot, slot + 1)
         self._slots.live[rows] = True
         drafts = nothing(self._slots.lens[rows])
-        self._settle(rows, shape, drafts, logits, None, self._slots.limits[rows], host)
+        verdict = self._decide(rows, shape, drafts, logits, None, host)
+        self._commit(rows, shape, drafts, verdict, drafts.lens, self._slots.limits[rows])
 
     # Draft.
 
-    def _draft(self, shape: Shape, lens: torch.Tensor) -> tuple[torch.Tensor, Drafts]:
-        """How many drafts each request would like, and the drafts. lens: int32 ``[n]``, 0 for a slot at rest."""
+    def _draft(self, shape: Shape, lens: torch.Tensor, trees: bool) -> tuple[torch.Tensor, Drafts]:
+        """How many drafts each request would like, and the drafts.
+
+        Args:
+            lens: int32 ``[n]``, 0 for a slot at rest. trees: whether they may be trees.
+        """
         s, n = self._slots, shape.rows
         if shape.limit == 0:
             return torch.zeros_like(lens), nothing(lens)
         room = s.ends[:n] - lens - 1
         if self._session.max_len is not None:
             room = torch.minimum(room, (self._session.max_len - lens).clamp(min=0))
+        if trees and self._session.trees:  # a path is cut off where it leads out of the text
+            room = torch.where(room > 0, shape.limit, room)
         wanted = torch.minimum(s.limits[:n], room) * s.live[:n]
         # Free drafts are asked for first and then chosen among: those that are found may not be those that were hoped for.
         choosing = shape.adaptive and self._reads and self._session.free
@@ -156,6 +178,7 @@ class Rounds:
             limits=limits.clone(),
             params=params,
             draw=self._drawing(shape, params),
+            branch=self._branching(shape, params) if trees else None,
             draw_from=self._drawing_unwritten(shape, params),
             needs_logits=any(method in ops.BY_PROBABILITY for method in shape.methods),
             reads=self._reads,
@@ -163,7 +186,7 @@ class Rounds:
         try:
             with self._phases("draft"):
                 drafts = self._session.propose(round_)
-            self._check(drafts, n, k)
+            self._check(drafts, n, k, trees)
         except Exception as error:
             raise DrafterError from error
         self._cut(drafts, limits)
@@ -173,8 +196,15 @@ class Rounds:
 
     def _plan(self, shape: Shape, limits: torch.Tensor) -> torch.Tensor:
         """How many drafts each request gets of the most that it may have, int32 ``[n]``."""
-        s, n = self._slots, shape.rows
-        return self._controller.plan(n, limits, s.fixed[:n], self.costs.curve(n), shape.limit, s.live[:n])
+        s, n, level = self._slots, shape.rows, self._session.level
+        most = min(-(-shape.limit // level), self._controller.max_k)
+        levels = self._controller.plan(n, self._levels(limits), s.fixed[:n], self.costs.curve(n), most, s.live[:n])
+        return torch.minimum(levels * level, limits)
+
+    def _levels(self, drafts: torch.Tensor) -> torch.Tensor:
+        """Of trees the levels that so many drafts make; of chains they are the drafts."""
+        level = self._session.level
+        return drafts if level == 1 else (drafts + level - 1) // level
 
     def _cut(self, drafts: Drafts, limits: torch.Tensor) -> None:
         """Shorten drafts to their limits, and to what lies before an id outside the vocabulary, which is never verified."""
@@ -186,6 +216,9 @@ class Rounds:
         lens = torch.minimum(drafts.lens, limits)
         drafts.lens = torch.minimum(lens, first_foreign)
         drafts.foreign = drafts.lens < lens
+        if drafts.parents is not None:  # those of nodes that do not exist may be anything
+            step = self._steps[:width]
+            drafts.parents = torch.where(step < drafts.lens[:, None], drafts.parents, 0).clamp(min=0).minimum(step)
 
     def _slim(self, drafts: Drafts) -> Drafts:
         """Without the columns that nobody drafted, where that may be known."""
@@ -194,7 +227,7 @@ class Rounds:
             return drafts
         return drafts.first(k)
 
-    def _check(self, drafts: Drafts, n: int, k: int) -> None:
+    def _check(self, drafts: Drafts, n: int, k: int, trees: bool) -> None:
         """Raises ValueError, naming the session, for what is not as :class:`Drafts` promises."""
         session = type(self._session)
         name = f"{session.__module__.rsplit('.', 1)[-1]}.{session.__qualname__}'s drafts"
@@ -208,6 +241,14 @@ class Rounds:
         if self._reads and n:
             low, high = (int(x) for x in drafts.lens.aminmax())
             require(low >= 0 and high <= given, f"{name}.lens", f"from 0 to {given}", [low, high])
+        if drafts.parents is not None:
+            require(trees and drafts.logits is None, name, "certain where they are trees, and chains where", "other")
+            check_tensor(f"{name}.parents", drafts.parents, (n, given), self._slots.lens)
+            require(drafts.parents.dtype == torch.int64, f"{name}.parents", "int64", drafts.parents.dtype)
+            if self._reads:
+                exists = self._steps[:given] < drafts.lens[:, None]
+                fits = ((drafts.parents >= 0) & (drafts.parents <= self._steps[:given])) | ~exists
+                require(bool(fits.all()), f"{name}.parents", "nodes before their children", drafts.parents.tolist())
         if drafts.failed is not None:
             check_tensor(f"{name}.failed", drafts.failed, (n,), self._slots.lens)
         if drafts.logits is not None:
@@ -247,6 +288,25 @@ class Rounds:
 
         return draw
 
+    def _branching(self, shape: Shape, params: ops.SamplingBatch) -> Branch:
+        """Ranks the children of nodes of a tree."""
+        draws = shape.methods != ("greedy",)
+
+        def branch(logits: torch.Tensor, j: int, count: int, ids: torch.Tensor | None = None) -> Children:
+            scores = logits.float()
+            if draws:  # each request's noise at that position is the same behind all of its nodes
+                at = torch.zeros_like(params.seed)
+                noise = gumbel(params.seed, params.position + j, at, Stream.COUPLED, self._target.vocab_size)
+                noise = noise[:, : logits.shape[-1]] if ids is None else noise[:, ids]
+                noise = noise.masked_fill(params.temperature[:, None] <= 0, 0.0)
+                temperatures = params.temperature.repeat_interleave(scores.shape[1])
+                scores = over_temperature(scores.flatten(0, 1), temperatures).view_as(scores) + noise[:, None]
+            best, lse = scores.topk(count, -1), scores.logsumexp(-1, keepdim=True)
+            log_probs = (best.values - lse).masked_fill(lse == float("-inf"), float("-inf"))  # nothing is possible
+            return Children(best.indices if ids is None else ids[best.indices], log_probs)
+
+        return branch
+
     def _drawing_unwritten(
         self, shape: Shape, params: ops.SamplingBatch
     ) -> Callable[[Head, torch.Tensor, int], Drawn] | None:
@@ -269,7 +329,7 @@ class Rounds:
         a CPU, where writing them costs nothing beside the product."""
         (method, *others) = shape.methods
         rows_matter = shape.rules or shape.has_filters or shape.logprobs is not None or host is not None
-        if self._reads or others or rows_matter or method not in HEAD_METHODS:
+        if self._reads or others or rows_matter or drafts.parents is not None or method not in HEAD_METHODS:
             return None
         if drafts.logits is not None and method in ops.BY_PROBABILITY:
             return None  # the rejected rows would need the whole weight again
@@ -288,6 +348,7 @@ class Rounds:
         counts: torch.Tensor,
         packed: bool,
         head: Head | None,
+        tree: Lineage | None,
     ) -> torch.Tensor:
         """Score every draft and the place after it in one pass: logits ``[n,K+1,V]``, or packed (see ``forward``); with a head
         what it is given, ``[n,K+1,H]``."""
@@ -296,15 +357,20 @@ class Rounds:
         last = s.texts[:n, : shape.width].gather(1, context.long()[:, None])
         tokens = torch.cat([last, drafts.tokens], 1).clamp(0, self._target.vocab_size - 1)
         table = self._cache.block_table[:n, : shape.columns]
+        taps = self.taps
         with self._phases("verify"):
-            scored = self._score(tokens, self._cache, table, context, counts, shape.exact, packed, head, self.taps)
-        if self.taps is not None:
-            try:
-                with self._phases("draft"):
-                    self._session.see(0, self.taps.states, context, counts)
-            except Exception as error:
-                raise DrafterError from error
+            scored = self._score(tokens, self._cache, table, context, counts, shape.exact, packed, head, taps, tree)
+        if taps is not None and tree is None:
+            self._show(taps.states, context, counts)
         return scored
+
+    def _show(self, states: torch.Tensor, context: torch.Tensor, counts: torch.Tensor) -> None:
+        """The session sees the target's hidden states at the pass's tokens."""
+        try:
+            with self._phases("draft"):
+                self._session.see(0, states, context, counts)
+        except Exception as error:
+            raise DrafterError from error
 
     def _score(
         self,
@@ -317,39 +383,68 @@ class Rounds:
         packed: bool,
         head: Head | None,
         taps: Taps | None = None,
+        tree: Lineage | None = None,
     ) -> torch.Tensor:
         total = int(counts.sum()) if self._reads else tokens.numel()
         rows = self._passes.pad(total) if exact else None
         if head is not None:
             return self._target.hidden(tokens, cache, table, context, counts, exact=rows is not None, taps=taps)
-        return self._target.forward(tokens, cache, table, context, counts, rows=rows, packed=packed, taps=taps)
+        return self._target.forward(
+            tokens, cache, table, context, counts, rows=rows, packed=packed, taps=taps, tree=tree
+        )
 
     # Accept and commit.
 
-    def _settle(
+    def _decide(
         self,
         rows: slice,
         shape: Shape,
         drafts: Drafts,
         scored: torch.Tensor,
         counts: torch.Tensor | None,
-        wanted: torch.Tensor,
         host: HostRules | None,
         head: Head | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the target makes of the drafts becomes text; counts: int32 ``[n]``, if the logits are packed."""
+    ) -> Verdict:
+        """What the target makes of the drafts; counts: int32 ``[n]``, if the logits are packed."""
         with self._phases("accept"):
-            result = self._judge.decide(rows, shape, drafts, scored, counts, host, head)
+            verdict = self._judge.decide(rows, shape, drafts, scored, counts, host, head)
             if shape.logprobs is not None:
-                self.details.write(rows, result.tokens, scored, counts, shape.logprobs)
-        return self._commit(rows, shape, drafts, result, wanted)
+                self.details.write(rows, verdict, scored, counts, shape.logprobs)
+        return verdict
+
+    def _keep_path(self, shape: Shape, lens: torch.Tensor, verdict: Verdict) -> None:
+        """Of trees: keys, values and hidden states of what was kept go where a chain's would lie."""
+        path = verdict.path
+        assert path is not None
+        context, kept = (lens - 1).clamp(min=0), torch.where(lens > 0, verdict.num_accepted + 1, 0)
+        if self.taps is not None:
+            self._show(verdict.on_path(self.taps.states), context, kept)
+        with self._phases("accept"):
+            if self._reads and bool(((path == self._steps[: path.shape[1]]) | (path < 0)).all()):
+                return  # they lie there
+            table = self._cache.block_table[: shape.rows, : shape.columns]
+            for layer in range(len(self._target.observation.layers)):
+                ops.compact_kv(*self._cache.layer(layer), table, context, path, kept, backend=self._backend)
 
     def _commit(
-        self, rows: slice, shape: Shape, drafts: Drafts, result: ops.AcceptResult, wanted: torch.Tensor
+        self,
+        rows: slice,
+        shape: Shape,
+        drafts: Drafts,
+        verdict: Verdict,
+        longest: torch.Tensor,
+        wanted: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append what was accepted up to a stop token or the text's end, and report."""
+        """Append what was accepted up to a stop token or the text's end, and report.
+
+        Args:
+            longest: int32 ``[n]``, the most drafts that could have been accepted.
+
+        Returns:
+            int32 ``[n]``: of these those that count, and how many were accepted.
+        """
         s = self._slots
-        tokens, accepted, status = result
+        tokens, accepted, status, _ = verdict
         width = tokens.shape[1]
         live, lens, step = s.live[rows], s.lens[rows], self._steps[:width]
         failed = live & (status != 0)
@@ -361,7 +456,7 @@ class Rounds:
         reason = torch.where(first_stop < count, STOP, (count >= room) * LENGTH) * live
         reason = torch.where(failed, ERROR, reason)
         # Cut inside the accepted drafts: what follows was never part of the text.
-        drafted = torch.where(count <= accepted, count, drafts.lens)
+        drafted = torch.where(count <= accepted, count, longest)
         accepted = torch.minimum(accepted, count)
 
         seen = self._zeros[rows] if self._session.seen is None else self._session.seen[rows]

@@ -88,7 +88,7 @@ class Scheduler:
             handle.saved is None and self._drafting.session.memory is None
         ):  # of what is adopted nobody sees the hidden states
             adopted = self._cache.adopt(slot, handle.prompt, self.chunk)
-        wanted = min(handle.length + handle.limit + 1, handle.max_total)
+        wanted = handle.most_keys(handle.length + handle.limit + 1)
         # A page for each of the others: else the newcomer would be the one to go in the next round.
         if not self._cache.can_reserve(slot, wanted, spare=len(self.running)):
             return False
@@ -102,7 +102,7 @@ class Scheduler:
             self._slots.live[slot] = handle.decoding
         else:
             handle.prefilled = handle.stats.shared_tokens = adopted
-        tokens = min(wanted + HEADROOM, handle.max_total) if self._cache.growable else wanted
+        tokens = handle.most_keys(wanted + HEADROOM) if self._cache.growable else wanted
         self._reserve(handle, slot, tokens)
         return True
 

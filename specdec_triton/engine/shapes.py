@@ -74,7 +74,7 @@ class Shapes:
     def of(self, handles: Sequence[RequestHandle], rows: int, k: int) -> Shape:
         """Of a round of the first ``rows`` slots with up to k drafts."""
         longest = max(handle.longest for handle in handles)
-        columns = self._columns(min(longest + k + 1, max(handle.max_total for handle in handles)))
+        columns = self._columns(min(longest + k + 1, max(handle.most_keys() for handle in handles)))
         sampled = sorted({handle.method for handle in handles} - {"greedy"}) or ["greedy"]
         return Shape(
             rows=self._bucket(rows),

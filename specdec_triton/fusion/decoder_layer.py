@@ -168,6 +168,7 @@ def _one_pass(x: torch.Tensor, shapes: tuple[LayerShape, ...], layer: Any) -> Pa
         backends=Backends("torch", "torch", "torch"),
         exact=False,
         softcap=applies_softcap(layer.self_attn.config),
+        tree_mask=None,
         plan=None,
     )
 

@@ -17,13 +17,15 @@ import torch
 
 @dataclass
 class Plan:
-    """A pass on the CPU: B requests, ``counts[b]`` of up to ``count`` new positions after ``contexts[b]`` old ones."""
+    """A pass on the CPU: B requests, ``counts[b]`` of up to ``count`` new positions after ``contexts[b]`` old ones; of trees, what each
+    node sees (``masks[b]``, as ``verify_attention``'s tree_mask)."""
 
     tables: tuple[tuple[int, ...], ...]
     contexts: tuple[int, ...]
     counts: tuple[int, ...]
     count: int
     page_size: int
+    masks: tuple[tuple[int, ...], ...] | None = None
     _kept: dict[Any, Any] = field(default_factory=dict)
 
     def keep(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -62,13 +64,19 @@ _latest = threading.local()  # a plan holds buffers for a pass's keys: one is ke
 
 
 def make_plan(
-    block_table: torch.Tensor, context_lens: torch.Tensor, query_lens: torch.Tensor | None, count: int, page_size: int
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_lens: torch.Tensor | None,
+    count: int,
+    page_size: int,
+    tree_mask: torch.Tensor | None = None,
 ) -> Plan:
     """The plan of a pass; a pass's later layers get the same object."""
     contexts = tuple(context_lens.tolist())
     counts = (count,) * len(contexts) if query_lens is None else tuple(query_lens.tolist())
     tables = tuple(map(tuple, block_table.tolist()))
-    key = (tables, contexts, counts, count, page_size)
+    masks = None if tree_mask is None else tuple(map(tuple, tree_mask.tolist()))
+    key = (tables, contexts, counts, count, page_size, masks)
     if getattr(_latest, "key", None) != key:
         _latest.key, _latest.plan = key, Plan(*key)
     plan: Plan = _latest.plan

@@ -84,7 +84,7 @@ def attend_planned(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The CPU path for chains: only the tiles that hold a key are touched, and one plan serves all layers of a pass.
+    """The CPU path of passes: only the tiles that hold a key are touched, and one plan serves all layers of a pass.
 
     Args:
         q: ``[N,Hq,D]``, the new positions of the plan's requests, one behind the other; more rows are padding.
@@ -173,7 +173,8 @@ class _Group:
         self.slots = (page * plan.page_size + slot).flatten()
         self.fetched = torch.empty(len(self.slots), kv_heads, dim, dtype=dtype)
         self.by_head = self.fetched.unflatten(0, (len(requests), length)).transpose(1, 2)
-        bias, _ = _bias(context, lens, count, q_heads // kv_heads, begin, length, window, None)
+        mask = None if plan.masks is None else torch.tensor(plan.masks)[chosen, :count]
+        bias, _ = _bias(context, lens, count, q_heads // kv_heads, begin, length, window, mask)
         keys, values = torch.empty(2, len(requests), kv_heads, length, dim, dtype=torch.float32)
         self.operands = _Operands((len(requests), count, q_heads, dim), keys, values, bias, None)
 

@@ -1,24 +1,23 @@
 """Chats of which the target writes both sides, from its own chat template: no data set is needed.
 
-A chat is token ids, and for each token whether it was the answer's: what a drafter is to learn. The user's side is drawn at a higher
-temperature, behind an opening that spreads the tasks; half of the answers are greedy, half drawn.
+The user's side is drawn at temperature 1 behind an opening that spreads the tasks; the answer is greedy or drawn. A few hundred chats
+are written side by side, a token of each at every pass, also where it is the template's and known before: so all have the same
+length, there is no padding and no mask, and a pass is one large matrix product, which is what counts here (the decoder of this package
+is made for few rows). What the target knows at each token is kept as it is written.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from specdec_triton.drafters import NoDraft
-from specdec_triton.engine import SpeculativeDecoder
-from specdec_triton.sampling import SamplingParams
+from specdec_triton.taps import Taps
+from specdec_triton.training.features import Example, split_states
 
 OPENINGS = (
     "", "", "What is", "How do I", "Explain", "Why", "Write", "Write a short story about", "Give me", "List", "Can you", "I need",
@@ -28,23 +27,39 @@ OPENINGS = (
     "A train", "If I have", "Correct the grammar:", "Write an email", "Help me understand", "What is the difference between",
 )  # fmt: skip
 _SENTINEL = "\u241f placeholder \u241f"
-_USER: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95}
-_ANSWER: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
+_TOP_K = 50
+_USER, _ANSWER = 1.0, 0.8  # temperatures
+_GREEDY = 2 / 3  # of the answers
+_FEW = 0.1  # of a wave's chats: they are cut off where they are, for small passes cost nearly as much as large ones
 
 
-@dataclass(frozen=True)
-class Chat:
-    """Attributes: tokens: the whole text. answer: where the answers' tokens lie, as ranges [start, stop)."""
+class _Chat:
+    """A chat that is being written.
 
-    tokens: list[int]
-    answer: list[tuple[int, int]]
+    Attributes:
+        forced: tokens that come next whatever the target says, the nearest last. answer: where the answer begins. best: the target's likeliest token
+            in the place of each of the answer's.
+    """
+
+    def __init__(self, opening: Sequence[int], greedy: bool) -> None:
+        self.tokens: list[int] = []
+        self.forced = list(reversed(opening))
+        self.said = 0  # by the user, beside the opening
+        self.answer: int | None = None
+        self.greedy = greedy
+        self.best: list[int] = []
+        self.states: list[torch.Tensor] = []
+
+    @property
+    def temperature(self) -> float:
+        return _USER if self.answer is None else 0.0 if self.greedy else _ANSWER
 
 
 class ChatWriter:
     """Lets a model write chats.
 
     Args:
-        model: loaded, best after ``optimize``. tokenizer: with a chat template.
+        model: loaded. tokenizer: with a chat template. taps: after how many of its layers its states are kept, besides what its head is given.
         batch: chats at once. max_user, max_answer: the most tokens of a turn.
 
     Raises:
@@ -52,19 +67,20 @@ class ChatWriter:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, batch: int = 64, max_user: int = 160, max_answer: int = 256
-    ) -> None:
+        self, model: Any, tokenizer: Any, taps: Sequence[int], *, batch: int = 256, max_user: int = 64,
+        max_answer: int = 256,
+    ) -> None:  # fmt: skip
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("the tokenizer has no chat template: give texts of your own with --text")
-        self._tokenizer = tokenizer
-        self._batch = batch
-        self._max_user, self._max_answer = max_user, max_answer
-        longest = 2048 if (limit := getattr(model.config, "max_position_embeddings", None)) is None else limit
-        self._decoder = SpeculativeDecoder(
-            model, NoDraft(), max_batch_size=batch, max_seq_len=min(longest, 4096), exact=False, tokenizer=tokenizer
-        )
-        self._stops = set(self._decoder.target.stop_ids) | {tokenizer.eos_token_id}
-        self._before, self._between = self._frame()
+        self._model, self._tokenizer = model, tokenizer
+        self._batch, self._max_user, self._max_answer = batch, max_user, max_answer
+        self._taps = Taps(model, (*taps, model.config.get_text_config().num_hidden_layers))
+        stop = model.generation_config.eos_token_id
+        self._stops = {tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])}
+        self._cache_name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+        before, between = self._frame()
+        self._before, self._between = self._ids(before), self._ids(between)
+        self._openings = [self._ids(opening) for opening in OPENINGS]
 
     def _frame(self) -> tuple[str, str]:
         """What the template puts before the user's words, and between them and the answer."""
@@ -76,104 +92,119 @@ class ChatWriter:
         before, _, between = text.partition(_SENTINEL)
         return before, between
 
-    def write(self, seed: int) -> Iterator[Chat]:
-        """A batch of chats; of the same seed the same ones."""
-        openings = [OPENINGS[(seed * self._batch + i) % len(OPENINGS)] for i in range(self._batch)]
-        starts = [self._ids(self._before + opening) for opening in openings]
-        seeds = [seed * self._batch + i for i in range(self._batch)]
-        users = self._generate(starts, _USER, self._max_user, seeds)
-        prompts = []
-        for opening, user in zip(openings, users, strict=True):
-            said = self._tokenizer.decode([token for token in user if token not in self._stops])
-            words = (opening + said).strip()
-            prompts.append(self._ids(self._before + words + self._between) if words else None)
-        asked = [(prompt, s) for prompt, s in zip(prompts, seeds, strict=True) if prompt is not None]
-        for greedy in (True, False):
-            some = [x for x in asked if (x[1] % 2 == 0) == greedy]
-            options: dict[str, Any] = {"temperature": 0.0} if greedy else _ANSWER
-            answers = self._generate([x[0] for x in some], options, self._max_answer, [x[1] for x in some])
-            for (prompt, _), answer in zip(some, answers, strict=True):
-                if len(answer) > 1:
-                    yield Chat(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
-
-    def _generate(
-        self, prompts: Sequence[list[int]], options: dict[str, Any], most: int, seeds: Sequence[int]
-    ) -> list[list[int]]:
-        params = [SamplingParams(max_new_tokens=most, seed=seed, **options) for seed in seeds]
-        return [list(out.token_ids) for out in self._decoder.generate(list(prompts), params)]
-
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def examples(self, seed: int = 0) -> Iterator[Example]:
+        """Chats without end, each when it is finished; of the same seed the same ones, on one machine."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield from self._wave(generator)
 
-def text_chats(lines: Sequence[str], tokenizer: Any, length: int = 512) -> Iterator[Chat]:
-    """Texts of the user's own in the place of chats: every token is to be learnt."""
-    for line in lines:
-        ids = tokenizer(line)["input_ids"]
-        for start in range(0, len(ids), length):
-            part = ids[start : start + length]
-            if len(part) > 8:
-                yield Chat(list(part), [(1, len(part))])
+    @torch.inference_mode()
+    def _wave(self, generator: torch.Generator) -> Iterator[Example]:
+        """Chats that begin together."""
+        openings = torch.randint(len(OPENINGS), (self._batch,), generator=generator).tolist()
+        greedy = (torch.rand(self._batch, generator=generator) < _GREEDY).tolist()
+        chats = [_Chat(self._openings[i], g) for i, g in zip(openings, greedy, strict=True)]
+        cache = DynamicCache(config=self._model.config)
+        cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        logits, states = self._pass(torch.tensor([self._before]), cache)  # alike for all of them
+        cache.batch_repeat_interleave(self._batch)
+        logits = logits.expand(self._batch, -1)
+        for chat in chats:
+            chat.tokens += self._before
+            chat.states.append(states[0])
+        while True:
+            best = logits.argmax(-1)
+            drawn = _draw(logits, best, torch.tensor([chat.temperature for chat in chats]), generator)
+            both = zip(chats, drawn.tolist(), best.tolist(), strict=True)
+            going = [self._say(chat, token, likeliest) for chat, token, likeliest in both]
+            yield from (self._example(chat) for chat, on in zip(chats, going, strict=True) if not on and chat.best)
+            chats = [chat for chat, on in zip(chats, going, strict=True) if on]
+            if len(chats) <= _FEW * self._batch:
+                yield from (self._example(chat) for chat in chats if chat.best)
+                return
+            if not all(going):
+                cache.batch_select_indices(torch.tensor(going).nonzero()[:, 0])
+            logits, states = self._pass(torch.tensor([[chat.tokens[-1]] for chat in chats]), cache)
+            for chat, state in zip(chats, states, strict=True):
+                chat.states.append(state)
+
+    def _pass(self, tokens: torch.Tensor, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's logits after the last of the new tokens, fp32 ``[B,V]``, and its states at all of them, bf16 ``[B,n,F]``."""
+        with self._taps.watching():
+            given = {self._cache_name: cache, "use_cache": True, "logits_to_keep": 1}
+            out = self._model(input_ids=tokens.to(self._model.device), **given)
+        self._taps.take()
+        return out.logits[:, -1].float().cpu(), self._taps.states.to(torch.bfloat16).cpu()
+
+    def _say(self, chat: _Chat, token: int, likeliest: int) -> bool:
+        """The chat's next token, drawn unless it is known before; whether the chat goes on."""
+        if chat.forced:
+            chat.tokens.append(chat.forced.pop())
+            if not chat.forced and chat.said:
+                chat.answer = len(chat.tokens)
+        elif chat.answer is not None:
+            chat.tokens.append(token)
+            chat.best.append(likeliest)
+            return token not in self._stops and len(chat.best) < self._max_answer
+        elif token in self._stops or chat.said == self._max_user:
+            if not chat.said:
+                return False
+            chat.forced = self._between[::-1]
+            return self._say(chat, token, likeliest)
+        else:
+            chat.tokens.append(token)
+            chat.said += 1
+        return True
+
+    def _example(self, chat: _Chat) -> Example:
+        """All but the last token where the target has not seen it."""
+        assert chat.answer is not None
+        states = torch.cat(chat.states)
+        tokens = torch.tensor(chat.tokens[: len(states)], dtype=torch.int32)
+        learnt = torch.zeros(len(tokens), dtype=torch.bool)
+        learnt[chat.answer :] = True
+        best = torch.full((len(tokens),), -1, dtype=torch.int32)
+        known = torch.tensor(chat.best, dtype=torch.int32)[: len(tokens) - chat.answer + 1]
+        best[chat.answer - 1 : chat.answer - 1 + len(known)] = known
+        return Example(tokens, learnt, best, *split_states(states, self._model))
 
 
-class ChatFile:
-    """Chats on disk, one JSON object a line; appended batch by batch, so that writing can be taken up again.
-
-    Attributes:
-        batches: how many are complete.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.batches = 0
-        if path.is_file():
-            lines = path.read_text().splitlines(keepends=True)
-            whole = max(
-                (i + 1 for i, line in enumerate(lines) if line.startswith('{"batch"') and line.endswith("\n")),
-                default=0,
-            )
-            if whole < len(lines):  # cut off in a batch
-                path.write_text("".join(lines[:whole]))
-            self.batches = sum(line.startswith('{"batch"') for line in lines[:whole])
-
-    def append(self, chats: Sequence[Chat]) -> None:
-        """A batch."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            for chat in chats:
-                file.write(json.dumps({"tokens": chat.tokens, "answer": chat.answer}) + "\n")
-            file.write(json.dumps({"batch": self.batches, "chats": len(chats)}) + "\n")
-        self.batches += 1
-
-    def __iter__(self) -> Iterator[Chat]:
-        if not self.path.is_file():
-            return
-        with self.path.open() as file:
-            for line in file:
-                row = json.loads(line)
-                if "tokens" in row:
-                    yield Chat(row["tokens"], [(start, stop) for start, stop in row["answer"]])
-
-    def tokens(self) -> int:
-        """Answers' tokens in all."""
-        return sum(stop - start for chat in self for start, stop in chat.answer)
+def _draw(
+    logits: torch.Tensor, best: torch.Tensor, temperatures: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """A token for each row, int64 ``[B]``."""
+    drawn, hot = best.clone(), temperatures > 0
+    if bool(hot.any()):
+        top, ids = logits[hot].topk(min(_TOP_K, logits.shape[-1]), -1)
+        choice = (top / temperatures[hot, None]).softmax(-1).multinomial(1, generator=generator)
+        drawn[hot] = ids.gather(-1, choice)[:, 0]
+    return drawn
 
 
-def write_chats(
-    file: ChatFile,
-    writer: ChatWriter,
-    tokens: int,
-    *,
-    until: float = math.inf,
-    progress: Callable[[int], None] = lambda done: None,
-) -> bool:
-    """Append batches of chats until the file holds so many answers' tokens, or until a time (``time.monotonic``); whether it does."""
-    done = file.tokens()
-    progress(done)
-    while done < tokens and time.monotonic() < until:
-        torch.manual_seed(file.batches)
-        chats = list(writer.write(file.batches))
-        file.append(chats)
-        done += sum(stop - start for chat in chats for start, stop in chat.answer)
-        progress(done)
-    return done >= tokens
+class _RoomyLayer(DynamicLayer):
+    """A layer's keys and values with room to grow: transformers' own copies all of them for each token."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._rooms: list[torch.Tensor | None] = [None, None]
+        self.keys, self.values = self._with(0, self.keys, key_states), self._with(1, self.values, value_states)
+        return self.keys, self.values
+
+    def _with(self, which: int, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        held = 0 if old is None or old.dim() < 4 else old.shape[2]
+        total, room = held + new.shape[2], self._rooms[which]
+        if (
+            room is None or old is None or room.data_ptr() != old.data_ptr() or room.shape[2] < total
+        ):  # too small, or rows were chosen
+            room = new.new_empty(*new.shape[:2], total + 64, new.shape[3])
+            if held and old is not None:
+                room[:, :, :held] = old
+            self._rooms[which] = room
+        room[:, :, held:total] = new
+        return room[:, :, :total]

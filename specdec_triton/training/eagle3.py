@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from specdec_triton.drafters.heads.eagle_head import Borrowed, EagleHead
 from specdec_triton.taps import decoder_layers
+from specdec_triton.training.agreement import Agreement
 from specdec_triton.training.features import Example
 
 _DECAY = 0.8  # of a step's weight against the one before
@@ -37,7 +38,7 @@ class Eagle3Student:
         self.config = _config(config)
         self.taps = taps
         self.ids = ids
-        self.target_head = model.get_output_embeddings().weight.detach().float()
+        self._taught_by = model.get_output_embeddings().weight.detach().float()[ids]
         features = len(taps) * config.hidden_size
         self.head = head = EagleHead(self.config, features, three=True)
         embedding = model.get_input_embeddings().weight.detach().float()
@@ -54,7 +55,7 @@ class Eagle3Student:
         width = head.out.out_features
         head.fc.weight.zero_()
         head.fc.weight[:, -width:] = torch.eye(width)
-        head.lm_head.weight.copy_(self.target_head[self.ids])
+        head.lm_head.weight.copy_(self._taught_by)
         try:
             attention, mlp = layer.self_attn, layer.mlp
             qkv = torch.cat([x.weight for x in (attention.q_proj, attention.k_proj, attention.v_proj)])
@@ -71,43 +72,46 @@ class Eagle3Student:
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.head.parameters()
 
-    def losses(self, example: Example, steps: int) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """The weighted sum of cross-entropies over all steps and learnt tokens, and of each step how often head and target agree, of how
-        many."""
-        total, counts = torch.zeros(()), []
-        probs, best = self._taught(example)
+    def losses(self, example: Example, steps: int) -> tuple[torch.Tensor, list[Agreement]]:
+        """The weighted sum of cross-entropies over all steps and learnt tokens, and how often head and target agree at each step."""
+        total, found = torch.zeros(()), []
+        known = example.best >= 0
+        row, probs = known.cumsum(0) - 1, self._taught(example.last[known])
+        right_so_far = torch.ones_like(known)
         for step, (hidden, at) in enumerate(self._steps(example, steps)):
-            learnt = example.learnt[at + 1]
+            learnt = known[at]
+            right_so_far = right_so_far[: len(at)]
             if not bool(learnt.any()):
-                counts.append((0, 0))
+                found.append(Agreement())
                 continue
+            at = at[learnt]
             logits = self.head.lm_head(self.head.finish(hidden[learnt]))
-            total = total - _DECAY**step * (probs[at[learnt]] * logits.log_softmax(-1)).sum()
-            same = self.ids[logits.detach().argmax(-1)] == best[at[learnt]]
-            counts.append((int(same.sum()), len(same)))
-        return total, counts
+            total = total - _DECAY**step * (probs[row[at]] * logits.log_softmax(-1)).sum()
+            same = self.ids[logits.detach().argmax(-1)] == example.best[at]
+            right_so_far[learnt] &= same
+            found.append(Agreement(int(same.sum()), len(same), int(right_so_far[learnt].sum())))
+        return total, found
 
     @torch.no_grad()
-    def _taught(self, example: Example) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's distribution over the draft ids, ``[L,V']``, and its likeliest token, ``[L]``, after each token."""
-        logits = example.last.float() @ self.target_head.T
-        return logits[:, self.ids].softmax(-1), logits.argmax(-1)
+    def _taught(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's distribution over the draft ids ``[N,V']`` for what its head is given, ``[N,H]``."""
+        return (states.float() @ self._taught_by.T).softmax(-1)
 
     def _steps(self, example: Example, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Of each step the head's states, and at which position the target says what they should know."""
-        head, tokens = self.head, example.tokens
+        head, tokens = self.head, example.tokens.long()
         length = len(tokens) - 1
         hidden = head.fuse(example.states.float())[:length]
         index = torch.arange(length)
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(steps):
             here = length - step  # indices for which there still is a token, and something to learn
-            if here < 2:
+            if here < 1:
                 return
             at, hidden = index[:here] + 1 + step, hidden[:here]
             own = [(k[:, :here], v[:, :here]) for k, v in own]
             hidden = head(tokens[at], hidden, head.rotations(at - 1, hidden), partial(_attend, own=own))
-            yield hidden[: here - 1], at[: here - 1]
+            yield hidden, at
 
 
 def _attend(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from specdec_triton.training.agreement import Agreement, shares, tokens_per_pass
 from specdec_triton.training.features import Example, Features
 
 
@@ -22,7 +23,7 @@ class Student(Protocol):
     @property
     def head(self) -> nn.Module: ...
 
-    def losses(self, example: Example, steps: int) -> tuple[torch.Tensor, list[tuple[int, int]]]: ...
+    def losses(self, example: Example, steps: int) -> tuple[torch.Tensor, list[Agreement]]: ...
 
 
 @dataclass(frozen=True)
@@ -100,19 +101,19 @@ class Trainer:
         examples = list(self._features.read([shard]))
         random.Random(self._done).shuffle(examples)
         steps = 1 if self._done < s.single * self.total else s.steps
-        tally, loss, weight, total = [[0, 0] for _ in range(steps)], 0.0, 0, 0
+        tally, loss, weight, total = [Agreement() for _ in range(steps)], 0.0, 0, 0
         for i, example in enumerate(examples):
-            part, counts = self._student.losses(example, steps)
+            part, found = self._student.losses(example, steps)
             if part.requires_grad:
                 part.backward()
             loss += float(part.detach())
-            weight += counts[0][1] if counts else 0
-            _add(tally, counts)
+            weight += found[0].total if found else 0
+            _add(tally, found)
             if weight >= s.batch or (i == len(examples) - 1 and weight > 0):
                 self._update(weight, (self._done + i / len(examples)) / self.total)
                 total, weight = total + weight, 0
         return {
-            "shard": self._done, "steps": steps, "loss": loss / max(total, 1), "agreement": _shares(tally),
+            "shard": self._done, "steps": steps, "loss": loss / max(total, 1), "agreement": shares(tally),
             "seconds": time.monotonic() - start, "tokens": total,
         }  # fmt: skip
 
@@ -132,15 +133,15 @@ class Trainer:
         self._optimizer.zero_grad()
 
     @torch.no_grad()
-    def judge(self, most: int = 64) -> list[float]:
-        """How often head and target agree at each step, on held-out examples."""
+    def judge(self, most: int = 128) -> dict[str, Any]:
+        """How often head and target agree at each step, on held-out examples, and what that would bring."""
         self._student.head.eval()
-        tally = [[0, 0] for _ in range(self._schedule.steps)]
+        tally = [Agreement() for _ in range(self._schedule.steps)]
         for i, example in enumerate(self._features.read(self.held_out)):
             if i == most:
                 break
             _add(tally, self._student.losses(example, self._schedule.steps)[1])
-        return _shares(tally)
+        return {"agreement": shares(tally), "tokens_per_pass": tokens_per_pass(tally)}
 
     def _save(self) -> None:
         held = {
@@ -154,11 +155,6 @@ class Trainer:
         part.rename(self._state)
 
 
-def _add(tally: list[list[int]], counts: Sequence[tuple[int, int]]) -> None:
-    for sums, (same, total) in zip(tally, counts, strict=False):
-        sums[0] += same
-        sums[1] += total
-
-
-def _shares(tally: Sequence[Sequence[int]]) -> list[float]:
-    return [round(same / max(total, 1), 4) for same, total in tally]
+def _add(tally: Sequence[Agreement], found: Sequence[Agreement]) -> None:
+    for sums, more in zip(tally, found, strict=False):
+        sums.add(more)

@@ -33,7 +33,7 @@ def measure_speed(
     prompts = checked(target, prompts, k=k, max_new_tokens=max_new_tokens)
     check_integer("runs", runs, 1)
     of = type(drafter).__name__
-    if why_inexact(target) is not None:
+    if why_inexact(target, drafter) is not None:
         return Check("speed", None, "exact passes are not available: there is nothing to compare", of)
     params = SamplingParams(temperature=0, max_new_tokens=max_new_tokens)
     decoders = {

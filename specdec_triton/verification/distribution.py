@@ -91,7 +91,7 @@ def check_distribution(
     check_integer("samples", samples, 1)
     check_integer("seed", seed, 0)
     of = f"{type(drafter).__name__}, {method}"
-    inexact = why_inexact(target) is not None
+    inexact = why_inexact(target, drafter) is not None
     scorer = Scorer(target)
     likely = _likely(scorer.prefill(0, prompt))
     if len(likely) < 2:

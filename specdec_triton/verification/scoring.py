@@ -8,6 +8,7 @@ import torch
 
 from specdec_triton._checks import check_integer, require
 from specdec_triton.adapter import ModelAdapter
+from specdec_triton.drafters import Drafter
 from specdec_triton.engine.admission import check_prompt, check_prompts
 from specdec_triton.engine.scheduler import PREFILL_CHUNK
 from specdec_triton.exactness import ExactPasses
@@ -36,8 +37,10 @@ def checked(
     return ids
 
 
-def why_inexact(target: ModelAdapter) -> str | None:
-    """Why a row's bits depend on its neighbours; None: they do not."""
+def why_inexact(target: ModelAdapter, drafter: Drafter | None = None) -> str | None:
+    """Why a row's bits depend on its neighbours, or on the drafter's; None: they do not."""
+    if drafter is not None and drafter.trees:
+        return "keys of a tree lie in another order than a chain's"
     reasons: list[str] = []
     ExactPasses(target, None, lambda error: reasons.append(str(error))).pad(1)
     return reasons[0] if reasons else None

@@ -59,7 +59,7 @@ def check_seeds(
     prompts = checked(target, prompts, k=k, max_new_tokens=max_new_tokens)
     check_integer("seed", seed, 0)
     params = []
-    if why_inexact(target) is None:
+    if why_inexact(target, drafter) is None:
         prompts = [prompts[i % len(prompts)] for i in range(max(len(prompts), 4))]
         kinds = [_options(prompts[i], max_new_tokens)[i % 4] for i in range(len(prompts))]
     else:  # a near-tie of such texts cannot be judged
@@ -142,7 +142,7 @@ def _check(
     with_options: int = 0,
 ) -> Check:
     of = type(drafter).__name__
-    inexact = why_inexact(target) is not None
+    inexact = why_inexact(target, drafter) is not None
     plain = _alone(_decoder(target, NoDraft(), 0, inexact, max_batch_size=1), prompts, params)
     for i, output in enumerate(plain):
         if output.error is not None:
