@@ -374,13 +374,20 @@ def test_mistakes_in_the_arguments(capsys, arguments, parts):
         ("words", "mamba", ["MambaForCausalLM", "cannot be decoded"]),
         ("words", "empty", ["the folder has no config.json"]),
         ("words", "no-such/draft", ["no-such/draft"]),
-        ("words", "swapped", ["another vocabulary", "id 10 is 'w7' for the target and 'w8' for the draft"]),
-        ("words", "bytes", ["another vocabulary", "id 0 is"]),
+        ("words", "bytes", ["shares no token"]),
         ("words", "bare-large", ["another vocabulary", "2060"]),
     ],
 )
 def test_mistakes_in_the_models(command, folders, target, draft, parts):
     check_mistake(command(target, "w1 w2", "--draft", folders.get(draft, draft)), *parts)
+
+
+def test_a_draft_with_another_tokenizer_is_translated(command, folders):
+    """faults.md I3, I4: the first id that differs is named, and the text is the target's."""
+    _, want, _ = command("words", "w1 w2", "--draft", "none")
+    status, out, err = command("words", "w1 w2", "--draft", folders["swapped"])
+    assert (status, out) == (0, want)
+    assert "another vocabulary: id 10 is 'w7' for the target and 'w8' for the draft; what both have is drafted" in err
 
 
 @pytest.mark.parametrize("reachable", [False, True])

@@ -9,12 +9,16 @@ from itertools import islice
 import pytest
 import torch
 
-from specdec_triton import EagleDrafter, SamplingParams, SpeculativeDecoder
-from specdec_triton.testing import plain_greedy, toy_model
+from specdec_triton import DraftModel, EagleDrafter, MedusaDrafter, SamplingParams, SpeculativeDecoder
+from specdec_triton.errors import UnsupportedModelError
+from specdec_triton.skipping import skipping
+from specdec_triton.testing import own_logits, plain_greedy, toy_model
 from specdec_triton.training.agreement import Agreement, shares, tokens_per_pass
 from specdec_triton.training.chats import ChatWriter
-from specdec_triton.training.eagle3 import Eagle3Student, save_eagle3
+from specdec_triton.training.draft import DraftStudent, shortened
+from specdec_triton.training.eagle3 import Eagle3Student
 from specdec_triton.training.features import Features, TextReader, fill, frequent_ids
+from specdec_triton.training.medusa import MedusaStudent
 from specdec_triton.training.trainer import Schedule, Trainer
 
 TAPS = (2, 3, 5)
@@ -141,12 +145,19 @@ def test_features_on_disk(tmp_path):
         Features(tmp_path, (1, 2, 3))
 
 
-def trained(tmp_path, model, until=float("inf"), progress=lambda done, facts: None, **schedule):
+STUDENTS = {
+    "eagle3": lambda model, ids: Eagle3Student(model, ids, TAPS),
+    "medusa": lambda model, ids: MedusaStudent(model, ids, 3),
+    "draft": lambda model, ids: DraftStudent(model, ids, tokenizer=None, layers=2),
+}
+
+
+def trained(tmp_path, model, until=float("inf"), progress=lambda done, facts: None, kind="eagle3", **schedule):
     features = Features(tmp_path / "features", TAPS)
     if not features.shards:
         features.append(list(examples(model)))
     torch.manual_seed(1)
-    student = Eagle3Student(model, torch.arange(3, 90), TAPS)
+    student = STUDENTS[kind](model, torch.arange(3, 90) if kind == "eagle3" else torch.arange(97))
     trainer = Trainer(student, features, Schedule(**schedule), tmp_path / "state.pt")
     trainer.run(until=until, progress=progress)
     return student, trainer
@@ -160,7 +171,7 @@ def test_a_head_learns_and_can_be_loaded(tmp_path):
     first, last = trainer.log[0]["agreement"], trainer.log[-1]["agreement"]
     assert last[0] > first[0] + 0.2
     assert min(last) > 0.55
-    save_eagle3(student, tmp_path / "head", torch.float32)
+    student.save(tmp_path / "head", torch.float32)
     drafter = EagleDrafter(tmp_path / "head")
     decoder = SpeculativeDecoder(model, drafter, num_draft_tokens=3, adaptive=False)
     prompts = [text[:4].tolist() for text in texts(model, 6)]
@@ -171,9 +182,63 @@ def test_a_head_learns_and_can_be_loaded(tmp_path):
     assert decoder.stats.tokens_per_target_pass > 1.5
     tally = [Agreement() for _ in range(3)]
     for example in examples(model, 6):
-        for sums, found in zip(tally, student.losses(example, 3)[1], strict=True):
+        for sums, found in zip(tally, student.losses(example, 3)[2], strict=True):
             sums.add(found)
     assert abs(decoder.stats.tokens_per_target_pass - tokens_per_pass(tally)) < 0.4
+
+
+def test_medusa_heads_learn_and_can_be_loaded(tmp_path):
+    model = target()
+    student, trainer = trained(tmp_path, model, kind="medusa", epochs=40, batch=240, rate=3e-3, steps=3, single=0.0)
+    first, last = trainer.log[0]["agreement"], trainer.log[-1]["agreement"]
+    assert all(b > a + 0.01 for a, b in zip(first, last, strict=True)), (first, last)
+    student.save(tmp_path / "heads")
+    decoder = SpeculativeDecoder(model, MedusaDrafter(tmp_path / "heads"), num_draft_tokens=3, adaptive=False)
+    prompts = [text[:4].tolist() for text in texts(model, 6)]
+    outs = decoder.generate(prompts, SamplingParams(temperature=0, max_new_tokens=40))
+    assert [out.token_ids for out in outs] == [plain_greedy(model, prompt, 40) for prompt in prompts]
+    assert abs(decoder.stats.acceptance_by_position[0] - last[0]) < 0.2
+
+
+def test_a_draft_model_learns_and_can_be_loaded(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    class Saved:
+        def save_pretrained(self, folder):
+            (folder / "tokenizer.json").write_text("{}")
+
+    model = target()
+    student, trainer = trained(tmp_path, model, kind="draft", epochs=30, batch=240, rate=3e-3, steps=1)
+    first, last = trainer.log[0]["agreement"][0], trainer.log[-1]["agreement"][0]
+    assert last > first + 0.2
+    student._tokenizer = Saved()
+    student.save(tmp_path / "model")
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert draft.config.num_hidden_layers == 2
+    assert torch.equal(draft.lm_head.weight, model.lm_head.weight.bfloat16().float())
+    decoder = SpeculativeDecoder(model, DraftModel(draft), num_draft_tokens=3, adaptive=False)
+    prompts = [text[:4].tolist() for text in texts(model, 6)]
+    outs = decoder.generate(prompts, SamplingParams(temperature=0, max_new_tokens=40))
+    assert [out.token_ids for out in outs] == [plain_greedy(model, prompt, 40) for prompt in prompts]
+    assert abs(decoder.stats.acceptance_by_position[0] - last) < 0.2
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "gpt2", "phi"])
+def test_shortened_models(kind):
+    """As the model without the other layers, with a cache too; the model itself is left as it is."""
+    model = toy_model(kind, num_hidden_layers=6)
+    text = [5, 17, 3, 44, 8]
+    whole = own_logits(model, text)
+    torch.testing.assert_close(own_logits(shortened(model, 6), text), whole)
+    with skipping(model, {0, 2, 4}):
+        want = own_logits(model, text)
+    short = shortened(model, 3)
+    torch.testing.assert_close(own_logits(short, text), want, rtol=1e-5, atol=1e-5)
+    assert len(plain_greedy(short, text, 5)) == 5
+    assert torch.equal(own_logits(model, text), whole)
+    for count in (0, 7):
+        with pytest.raises(UnsupportedModelError, match="keeps 1 to 6"):
+            shortened(model, count)
 
 
 def test_agreement():
@@ -201,5 +266,5 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path):
         assert trainer.done == done
     again, finished = trained(tmp_path / "b", model, epochs=4, batch=200)
     assert finished.done == finished.total == len(finished.log) == 4
-    for a, b in zip(whole.head.parameters(), again.head.parameters(), strict=True):
+    for a, b in zip(whole.module.parameters(), again.module.parameters(), strict=True):
         torch.testing.assert_close(a, b)

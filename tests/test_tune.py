@@ -38,7 +38,7 @@ def no_models(monkeypatch):
     for name in ("check_models", "quiet_transformers"):
         monkeypatch.setattr(tune, name, lambda *args: None)
     monkeypatch.setattr(tune, "load_target", lambda args, device: "target")
-    monkeypatch.setattr(tune, "load_drafter", lambda args, device, target: "drafter")
+    monkeypatch.setattr(tune, "load_drafter", lambda args, device, target, tokenizers: "drafter")
     monkeypatch.setattr("specdec_triton.engine.SpeculativeDecoder", Decoder)
     return costs
 

@@ -94,10 +94,11 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         quiet_transformers()
-        tokenizer = check_models(args)
+        tokenizers = check_models(args)
+        tokenizer = tokenizers.target
         ids = encode(tokenizer, prompt, args.chat, args.system)
         target = load_target(args, device)
-        drafter = load_drafter(args, device, target)
+        drafter = load_drafter(args, device, target, tokenizers)
         adaptive = args.draft in FREE if args.adaptive is None else args.adaptive
         decoder = make_decoder(target, drafter, args.num_draft_tokens, adaptive, tokenizer)
     settings = {

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdec_triton.cli.common import UsageError, integer, warn
 from specdec_triton.errors import ModelNotFoundError, UnsupportedModelError
@@ -107,8 +107,15 @@ def quiet_transformers() -> None:
         logging.disable_progress_bar()
 
 
-def check_models(args: argparse.Namespace) -> Any:
-    """Find both models and compare their vocabularies; returns the target's tokenizer."""
+class Tokenizers(NamedTuple):
+    """Attributes: target: the target's. draft: the draft model's, if it is another one."""
+
+    target: Any
+    draft: Any = None
+
+
+def check_models(args: argparse.Namespace) -> Tokenizers:
+    """Find both models and compare their vocabularies."""
     _, kind, name = split_draft(args.draft)
     load_config(args.target)
     if kind == "model":
@@ -118,16 +125,16 @@ def check_models(args: argparse.Namespace) -> Any:
         try:
             drafts = load_tokenizer(name)
         except ModelNotFoundError:  # then the sizes of the logits must do
-            return tokenizer
-        check_vocabularies(tokenizer, drafts, name)
-    return tokenizer
+            return Tokenizers(tokenizer)
+        if (difference := vocabularies_differ(tokenizer, drafts, name)) is not None:
+            warn(f"the draft {name!r} has another vocabulary: {difference}; what both have is drafted")
+            return Tokenizers(tokenizer, drafts)
+    return Tokenizers(tokenizer)
 
 
-def check_vocabularies(target: Any, draft: Any, name: str) -> None:
-    """Drafted ids must mean the same text to both models. Added special tokens that differ only cost acceptance.
-
-    Raises:
-        UsageError: it names the first id that differs.
+def vocabularies_differ(target: Any, draft: Any, name: str) -> str | None:
+    """The first id that means one text to the target and another to the draft; None: there is none. Added special tokens that differ
+    only cost acceptance.
     """
     texts = [{index: text for text, index in tokenizer.get_vocab().items()} for tokenizer in (target, draft)]
     special = [{*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids} for tokenizer in (target, draft)]
@@ -142,7 +149,8 @@ def check_vocabularies(target: Any, draft: Any, name: str) -> None:
                 warn(f"the special tokens of the draft {name!r} differ from the target's: {shown}")
             warned = True
         else:
-            raise UsageError(f"the draft {name!r} has another vocabulary: {shown}; the two must share a tokenizer")
+            return shown
+    return None
 
 
 def _quote(token: str | None) -> str:
@@ -153,14 +161,17 @@ def load_target(args: argparse.Namespace, device: str) -> Any:
     return _load(args.target, args, device)
 
 
-def load_drafter(args: argparse.Namespace, device: str, target: Any) -> Drafter:
+def load_drafter(args: argparse.Namespace, device: str, target: Any, tokenizers: Tokenizers) -> Drafter:
     """What ``--draft`` names; a model that is the target too is loaded once."""
     from specdec_triton import drafters
 
     cascade, kind, name = split_draft(args.draft)
     drafter: Drafter
     if kind == "model":
-        drafter = drafters.DraftModel(target if name == args.target else _load(name, args, device))
+        model = target if name == args.target else _load(name, args, device)
+        drafter = drafters.DraftModel(model)
+        if tokenizers.draft is not None:
+            drafter = drafters.DraftModel(model, tokenizer=tokenizers.draft, target_tokenizer=tokenizers.target)
     elif kind == "eagle":
         drafter = drafters.EagleDrafter(name)
     elif kind == "medusa":

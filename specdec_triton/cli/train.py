@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from specdec_triton.cli.common import PROGRAM, UsageError, integer, note, number, write
 from specdec_triton.cli.loading import quiet_transformers
+from specdec_triton.errors import UnsupportedModelError
 from specdec_triton.models import load_config, load_model, load_tokenizer
 
 if TYPE_CHECKING:
+    import torch
+
     from specdec_triton.training.features import Features
+    from specdec_triton.training.student import Student
 
 NAME = "train"
 HELP = "train a drafter for a model"
 DESCRIPTION = """Train a drafter for a model on what the model itself writes: it makes up both sides of chats from its own template, so no data
 is needed. Everything is kept in the folder's work/, and a run that was stopped goes on where it was; delete work/ when it is done."""
-KINDS = ("eagle3",)
+KINDS = ("eagle3", "medusa", "draft")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", metavar="MODEL", default="smollm2", help="the model to draft for (default: smollm2)"
     )
-    parser.add_argument("--kind", choices=KINDS, default="eagle3", help="what is trained (default: eagle3)")
+    parser.add_argument(
+        "--kind",
+        choices=KINDS,
+        default="eagle3",
+        help="what is trained: a head (default: eagle3), or a draft model of the target's own layers",
+    )
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the drafter goes")
     parser.add_argument(
         "--tokens", metavar="N", type=integer(1000), default=1_000_000, help="to learn from (default: 1,000,000)"
@@ -40,12 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--epochs", metavar="N", type=integer(1), default=2, help="passes over them (default: 2)")
     parser.add_argument(
-        "--draft-vocab", metavar="N", type=integer(16), default=8192, help="ids that are drafted (default: 8192)"
+        "--draft-vocab", metavar="N", type=integer(16), default=8192, help="eagle3: ids that are drafted (default: 8192)"
     )
     parser.add_argument(
-        "--steps", metavar="N", type=integer(1, 8), default=3, help="of feeding on its own drafts (default: 3)"
+        "--steps",
+        metavar="N",
+        type=integer(1, 8),
+        default=3,
+        help="eagle3: of feeding on its own drafts; medusa: heads (default: 3)",
     )
-    parser.add_argument("--rate", metavar="X", type=number(1e-7), default=4e-4, help="learning rate (default: 4e-4)")
+    parser.add_argument("--layers", metavar="N", type=integer(1), default=4, help="of a draft model (default: 4)")
+    parser.add_argument("--rate", metavar="X", type=number(1e-7), default=8e-4, help="learning rate (default: 8e-4)")
     parser.add_argument(
         "--chats", metavar="N", type=integer(1, 512), default=256, help="written at once (default: 256)"
     )
@@ -82,7 +96,6 @@ def _train(args: argparse.Namespace, until: float) -> dict[str, Any]:
     import torch
     from tqdm import tqdm
 
-    from specdec_triton.training.eagle3 import Eagle3Student, save_eagle3
     from specdec_triton.training.features import Features, frequent_ids
     from specdec_triton.training.trainer import Schedule, Trainer
 
@@ -96,12 +109,14 @@ def _train(args: argparse.Namespace, until: float) -> dict[str, Any]:
     if not enough:
         return {"finished": False, "stage": "chats", "tokens": tokens}
 
-    vocab_size = model.get_output_embeddings().weight.shape[0]
-    ids = frequent_ids(
-        features.learnt_tokens(), min(args.draft_vocab, vocab_size), tokenizer.all_special_ids, vocab_size
+    ids = torch.arange(model.get_output_embeddings().weight.shape[0])
+    if args.kind == "eagle3":  # the others draft with the target's own last product, over all ids
+        ids = frequent_ids(features.learnt_tokens(), args.draft_vocab, tokenizer.all_special_ids, len(ids))
+    student = _student(args, model, tokenizer, ids, taps)
+    steps = 1 if args.kind == "draft" else args.steps
+    schedule = Schedule(
+        epochs=args.epochs, steps=steps, rate=args.rate, single=Schedule.single if args.kind == "eagle3" else 0.0
     )
-    student = Eagle3Student(model, ids, taps)
-    schedule = Schedule(epochs=args.epochs, steps=args.steps, rate=args.rate)
     trainer = Trainer(student, features, schedule, work / "state.pt")
     with tqdm(total=trainer.total, initial=trainer.done, desc="training", unit=" shards", file=sys.stderr) as bar:
 
@@ -110,11 +125,24 @@ def _train(args: argparse.Namespace, until: float) -> dict[str, Any]:
             bar.set_postfix_str(f"loss {facts['loss']:.3f}, agreement {facts['agreement']}")
             if "held_out" in facts:
                 note(_judged(facts["held_out"]))
-            save_eagle3(student, args.out)
+            student.save(args.out)
 
         finished = trainer.run(until=until, progress=progress)
     held_out = trainer.judge()
     return {"finished": finished, "stage": "training", "held_out": held_out, "out": str(args.out), "log": trainer.log}
+
+
+def _student(args: argparse.Namespace, model: Any, tokenizer: Any, ids: torch.Tensor, taps: tuple[int, ...]) -> Student:
+    from specdec_triton.training.draft import DraftStudent
+    from specdec_triton.training.eagle3 import Eagle3Student
+    from specdec_triton.training.medusa import MedusaStudent
+
+    try:
+        if args.kind == "draft":
+            return DraftStudent(model, ids, tokenizer, args.layers)
+        return MedusaStudent(model, ids, args.steps) if args.kind == "medusa" else Eagle3Student(model, ids, taps)
+    except UnsupportedModelError as error:
+        raise UsageError(str(error)) from error
 
 
 def _collect(

@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         quiet_transformers()
-        check_models(args)
+        tokenizers = check_models(args)
         target = load_target(args, device)
-        drafter = load_drafter(args, device, target)
+        drafter = load_drafter(args, device, target, tokenizers)
         costs, packed = _measure(target, drafter, args)
     choices = [
         {"batch_size": n, "acceptance": rate, "k": choose(costs.curve(n), n, args.num_draft_tokens, rate, packed)}

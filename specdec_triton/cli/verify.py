@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from specdec_triton.cli.common import PROGRAM, UsageError, integer, note, write
 from specdec_triton.cli.generate import encode, read_prompt
 from specdec_triton.cli.loading import (
+    Tokenizers,
     add_model_arguments,
     check_models,
     load_drafter,
@@ -72,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints
         quiet_transformers()
-        tokenizer = check_models(args)
-        ids = [encode(tokenizer, prompt, None, None) for prompt in prompts]
-        target, drafters = load(args, device)
+        tokenizers = check_models(args)
+        ids = [encode(tokenizers.target, prompt, None, None) for prompt in prompts]
+        target, drafters = load(args, device, tokenizers)
         check_lengths(ids, target.max_len)
         found, status = [], 0
         try:
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write(json.dumps(as_json(found) | {"lossless": lossless, "verdict": sentence} | settings) + "\n")
     else:
-        write(as_text([check for check, _ in found], tokenizer, sentence))
+        write(as_text([check for check, _ in found], tokenizers.target, sentence))
     return status or int(lossless is not True)
 
 
@@ -114,13 +115,13 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
-def load(args: argparse.Namespace, device: str) -> tuple[ModelAdapter, list[Drafter]]:
+def load(args: argparse.Namespace, device: str, tokenizers: Tokenizers) -> tuple[ModelAdapter, list[Drafter]]:
     """The target, and the drafters to check: the user's, and n-grams."""
     from specdec_triton.drafters import NoDraft, PromptLookup
     from specdec_triton.engine import SpeculativeDecoder
 
     model = load_target(args, device)
-    drafter = load_drafter(args, device, model)
+    drafter = load_drafter(args, device, model, tokenizers)
     try:
         target = SpeculativeDecoder(model, drafter).target
     except ValueError as error:  # the drafter does not fit

@@ -1,4 +1,4 @@
-"""Drafts from a second, smaller model of the family (Leviathan et al. 2023)."""
+"""Drafts from a second, smaller model (Leviathan et al. 2023)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specdec_triton._checks import require
 from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
 from specdec_triton.drafters.columns import Columns
+from specdec_triton.drafters.translated_model import TranslatedSession
+from specdec_triton.drafters.translation import Recutting, Translation, same_texts, token_texts
 
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
@@ -22,17 +25,37 @@ _FIRST = 2  # tokens of a round's first pass: the text's last, and the last draf
 
 
 class DraftModel(Drafter):
-    """A transformers causal language model with the target's vocabulary.
+    """A transformers causal language model with the target's vocabulary, or with another one.
 
     Args:
         model: loaded by transformers, in any dtype, on the target's device.
+        tokenizer, target_tokenizer: if the models' tokenizers differ, both. Then the draft model reads the text in tokens of its own.
+        match: what it drafts then. ``tokens``: those whose text is one token of the target's too. ``text``: anything; the target's
+            tokenizer cuts the text anew. That is for tokenizers that share little; it happens on the host, so only a CPU does it, and
+            drafts are certain whatever the method.
 
     The logits may be wider or narrower than the target's by padding; ids that only one of them has are never drafted or
     count as impossible. A row that outgrows the draft model's context goes on without drafts.
+
+    Raises:
+        ValueError: one tokenizer without the other, or another ``match``.
+
+    Once it is bound to a target:
+        ValueError: another device, other vocabularies without tokenizers, tokenizers that share no token, or ``text`` on a device.
+
+    Source: Leviathan et al. 2023, "Fast inference from transformers via speculative decoding" (arXiv:2211.17192).
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(
+        self, model: Any, *, tokenizer: Any = None, target_tokenizer: Any = None, match: str = "tokens"
+    ) -> None:
+        together = (tokenizer is None) == (target_tokenizer is None)
+        require(together, "tokenizer", "given together with target_tokenizer", "one of the two")
+        require(match in ("tokens", "text"), "match", "'tokens' or 'text'", repr(match))
         self.model = model
+        self.match = match
+        self.tokenizer = tokenizer
+        self.target_tokenizer = target_tokenizer
 
     def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:
         from specdec_triton.adapter import ModelAdapter
@@ -42,20 +65,51 @@ class DraftModel(Drafter):
         adapter = ModelAdapter(self.model, backend=options.backend)
         if adapter.device != target.device:
             raise ValueError(f"the draft model must be on the target's device {target.device}, got {adapter.device}")
-        if abs(adapter.vocab_size - target.vocab_size) > _MAX_PADDING:
+        words = self._translation(adapter, target)
+        if words is None and abs(adapter.vocab_size - target.vocab_size) > _MAX_PADDING:
             raise ValueError(
                 f"the draft model has another vocabulary: {adapter.vocab_size} ids, the target has"
-                f" {target.vocab_size}; draft and target must share a tokenizer"
+                f" {target.vocab_size}; give tokenizer= and target_tokenizer= if their tokenizers differ"
             )
         adapter.fixed_shapes = target.fixed_shapes
+        most = options.max_tokens
+        if words is not None and most is not None:
+            most = TranslatedSession.room_for(most, adapter.max_len)
         cache = adapter.new_cache(
             slots=options.slots,
             page_size=options.page_size,
             num_pages=options.num_pages,
             growable=True,
-            max_tokens=options.max_tokens,
+            max_tokens=most,
         )
-        return _Session(adapter, cache, target.vocab_size, options)
+        if words is None:
+            return _Session(adapter, cache, target.vocab_size, options)
+        back = None
+        if self.match == "text":
+            require(
+                not target.fixed_shapes, "match", "'tokens' on a device, whose drafts the host does not see", "'text'"
+            )
+            back = Recutting(self.target_tokenizer, token_texts(self.tokenizer))
+        return TranslatedSession(
+            adapter,
+            cache,
+            words,
+            target.vocab_size,
+            options,
+            lambda n: drafting_pass(adapter, n, options.page_size),
+            back,
+        )
+
+    def _translation(self, adapter: ModelAdapter, target: ModelAdapter) -> Translation | None:
+        """None: ids mean the same to both."""
+        if self.tokenizer is None:
+            return None
+        theirs, ours = token_texts(self.target_tokenizer), token_texts(self.tokenizer)
+        if same_texts(theirs[: target.vocab_size], ours[: adapter.vocab_size]):
+            return None
+        known = (getattr(self.tokenizer, f"{name}_token_id", None) for name in ("unk", "bos", "eos"))
+        fallback = next((i for i in known if i is not None and i < adapter.vocab_size), 0)
+        return Translation(theirs, ours, target.vocab_size, adapter.vocab_size, fallback)
 
 
 class _Session(DraftSession):
@@ -176,13 +230,18 @@ class _Session(DraftSession):
         return head.first(self._vocab_size) if head is not None and head.usable else None
 
     def drafting(self, n: int) -> Callable[[], object]:
-        pages = self.adapter.new_cache(slots=n, page_size=self._cache.page_size, num_pages=0, growable=True)
-        context = min(_MEASURED, (self.max_len or _MEASURED) - 1)
-        for slot in range(n):
-            pages.reserve(slot, context + 1)
-        lens = torch.full((n,), context, dtype=torch.int32, device=self.adapter.device)
-        tokens = torch.zeros(n, 1, dtype=torch.int64, device=self.adapter.device)
-        return lambda: self.adapter.forward(tokens, pages, pages.block_table, lens)
+        return drafting_pass(self.adapter, n, self._cache.page_size)
 
     def _table(self, rows: slice) -> torch.Tensor:
         return self._cache.block_table[rows, : self._columns.count]
+
+
+def drafting_pass(adapter: ModelAdapter, n: int, page_size: int) -> Callable[[], object]:
+    """A pass of a draft model over a token of n requests each, over pages of its own."""
+    pages = adapter.new_cache(slots=n, page_size=page_size, num_pages=0, growable=True)
+    context = min(_MEASURED, (adapter.max_len or _MEASURED) - 1)
+    for slot in range(n):
+        pages.reserve(slot, context + 1)
+    lens = torch.full((n,), context, dtype=torch.int32, device=adapter.device)
+    tokens = torch.zeros(n, 1, dtype=torch.int64, device=adapter.device)
+    return lambda: adapter.forward(tokens, pages, pages.block_table, lens)

@@ -38,7 +38,7 @@ class _Chat:
 
     Attributes:
         forced: tokens that come next whatever the target says, the nearest last. answer: where the answer begins. best: the target's likeliest token
-            in the place of each of the answer's.
+            after each of the tokens it has seen, -1 where the next one was known before.
     """
 
     def __init__(self, opening: Sequence[int], greedy: bool) -> None:
@@ -114,16 +114,17 @@ class ChatWriter:
         logits = logits.expand(self._batch, -1)
         for chat in chats:
             chat.tokens += self._before
+            chat.best += [-1] * (len(self._before) - 1)
             chat.states.append(states[0])
         while True:
             best = logits.argmax(-1)
             drawn = _draw(logits, best, torch.tensor([chat.temperature for chat in chats]), generator)
             both = zip(chats, drawn.tolist(), best.tolist(), strict=True)
             going = [self._say(chat, token, likeliest) for chat, token, likeliest in both]
-            yield from (self._example(chat) for chat, on in zip(chats, going, strict=True) if not on and chat.best)
+            yield from (self._example(chat) for chat, on in zip(chats, going, strict=True) if not on and chat.answer)
             chats = [chat for chat, on in zip(chats, going, strict=True) if on]
             if len(chats) <= _FEW * self._batch:
-                yield from (self._example(chat) for chat in chats if chat.best)
+                yield from (self._example(chat) for chat in chats if chat.answer and len(chat.tokens) > chat.answer + 1)
                 return
             if not all(going):
                 cache.batch_select_indices(torch.tensor(going).nonzero()[:, 0])
@@ -141,34 +142,29 @@ class ChatWriter:
 
     def _say(self, chat: _Chat, token: int, likeliest: int) -> bool:
         """The chat's next token, drawn unless it is known before; whether the chat goes on."""
+        stops = token in self._stops or chat.said == self._max_user
+        if not chat.forced and chat.answer is None and stops:
+            if not chat.said:
+                return False
+            chat.forced = self._between[::-1]
+        chat.best.append(-1 if chat.forced else likeliest)
         if chat.forced:
             chat.tokens.append(chat.forced.pop())
             if not chat.forced and chat.said:
                 chat.answer = len(chat.tokens)
-        elif chat.answer is not None:
-            chat.tokens.append(token)
-            chat.best.append(likeliest)
-            return token not in self._stops and len(chat.best) < self._max_answer
-        elif token in self._stops or chat.said == self._max_user:
-            if not chat.said:
-                return False
-            chat.forced = self._between[::-1]
-            return self._say(chat, token, likeliest)
-        else:
-            chat.tokens.append(token)
+            return True
+        chat.tokens.append(token)
+        if chat.answer is None:
             chat.said += 1
-        return True
+            return True
+        return token not in self._stops and len(chat.tokens) - chat.answer < self._max_answer
 
     def _example(self, chat: _Chat) -> Example:
         """All but the last token where the target has not seen it."""
         assert chat.answer is not None
         states = torch.cat(chat.states)
-        tokens = torch.tensor(chat.tokens[: len(states)], dtype=torch.int32)
-        learnt = torch.zeros(len(tokens), dtype=torch.bool)
-        learnt[chat.answer :] = True
-        best = torch.full((len(tokens),), -1, dtype=torch.int32)
-        known = torch.tensor(chat.best, dtype=torch.int32)[: len(tokens) - chat.answer + 1]
-        best[chat.answer - 1 : chat.answer - 1 + len(known)] = known
+        tokens, best = (torch.tensor(x[: len(states)], dtype=torch.int32) for x in (chat.tokens, chat.best))
+        learnt = torch.arange(len(tokens)) >= chat.answer
         return Example(tokens, learnt, best, *split_states(states, self._model))
 
 

@@ -20,27 +20,22 @@ from torch.nn import functional as F
 
 from specdec_triton.drafters.heads.eagle_head import Borrowed, EagleHead
 from specdec_triton.taps import decoder_layers
-from specdec_triton.training.agreement import Agreement
 from specdec_triton.training.features import Example
+from specdec_triton.training.student import Predictions, Student
 
-_DECAY = 0.8  # of a step's weight against the one before
 
+class Eagle3Student(Student):
+    """Args: taps: after how many of the target's layers."""
 
-class Eagle3Student:
-    """The head in training, in fp32.
-
-    Args:
-        model: the untouched target. ids: int64 ``[V']``, what it drafts, in order. taps: after how many of the target's layers.
-    """
+    module: EagleHead
 
     def __init__(self, model: Any, ids: torch.Tensor, taps: tuple[int, ...]) -> None:
+        super().__init__(model, ids)
         config = model.config.get_text_config()
         self.config = _config(config)
         self.taps = taps
-        self.ids = ids
-        self._taught_by = model.get_output_embeddings().weight.detach().float()[ids]
         features = len(taps) * config.hidden_size
-        self.head = head = EagleHead(self.config, features, three=True)
+        self.module = head = EagleHead(self.config, features, three=True)
         embedding = model.get_input_embeddings().weight.detach().float()
         head.embedding, head.embedded_ids = Borrowed(lambda tokens: F.embedding(tokens, embedding)), len(embedding)
         head.lm_head = nn.Linear(config.hidden_size, len(ids), False)
@@ -51,11 +46,11 @@ class Eagle3Student:
     def _warm_start(self, model: Any) -> None:
         """The target's last layer, which looks at the last of the tapped states alone, and its rows of the target's head."""
         layer: Any = decoder_layers(model)[-1]
-        head: Any = self.head
+        head: Any = self.module
         width = head.out.out_features
         head.fc.weight.zero_()
         head.fc.weight[:, -width:] = torch.eye(width)
-        head.lm_head.weight.copy_(self._taught_by)
+        head.lm_head.weight.copy_(self.taught_by)
         try:
             attention, mlp = layer.self_attn, layer.mlp
             qkv = torch.cat([x.weight for x in (attention.q_proj, attention.k_proj, attention.v_proj)])
@@ -69,37 +64,17 @@ class Eagle3Student:
         except (AttributeError, RuntimeError):
             pass  # another structure: what could be taken is a start all the same
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.head.parameters()
+    def predict(self, example: Example, steps: int) -> Iterator[Predictions]:
+        for hidden, at in self._steps(example, steps):
 
-    def losses(self, example: Example, steps: int) -> tuple[torch.Tensor, list[Agreement]]:
-        """The weighted sum of cross-entropies over all steps and learnt tokens, and how often head and target agree at each step."""
-        total, found = torch.zeros(()), []
-        known = example.best >= 0
-        row, probs = known.cumsum(0) - 1, self._taught(example.last[known])
-        right_so_far = torch.ones_like(known)
-        for step, (hidden, at) in enumerate(self._steps(example, steps)):
-            learnt = known[at]
-            right_so_far = right_so_far[: len(at)]
-            if not bool(learnt.any()):
-                found.append(Agreement())
-                continue
-            at = at[learnt]
-            logits = self.head.lm_head(self.head.finish(hidden[learnt]))
-            total = total - _DECAY**step * (probs[row[at]] * logits.log_softmax(-1)).sum()
-            same = self.ids[logits.detach().argmax(-1)] == example.best[at]
-            right_so_far[learnt] &= same
-            found.append(Agreement(int(same.sum()), len(same), int(right_so_far[learnt].sum())))
-        return total, found
+            def logits(chosen: torch.Tensor, hidden: torch.Tensor = hidden) -> torch.Tensor:
+                return self.module.lm_head(self.module.finish(hidden[chosen]))  # type: ignore[no-any-return]
 
-    @torch.no_grad()
-    def _taught(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's distribution over the draft ids ``[N,V']`` for what its head is given, ``[N,H]``."""
-        return (states.float() @ self._taught_by.T).softmax(-1)
+            yield at, logits
 
     def _steps(self, example: Example, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Of each step the head's states, and at which position the target says what they should know."""
-        head, tokens = self.head, example.tokens.long()
+        head, tokens = self.module, example.tokens.long()
         length = len(tokens) - 1
         hidden = head.fuse(example.states.float())[:length]
         index = torch.arange(length)
@@ -112,6 +87,49 @@ class Eagle3Student:
             own = [(k[:, :here], v[:, :here]) for k, v in own]
             hidden = head(tokens[at], hidden, head.rotations(at - 1, hidden), partial(_attend, own=own))
             yield hidden, at
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """In the published layout, which other engines load too."""
+        config = self.config
+        head: Any = self.module
+        heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        q, k, v = head.qkv.weight.split([heads, kv_heads, kv_heads])
+        gate, up = head.gate_up.weight.chunk(2)
+        tensors = {
+            "fc.weight": head.fc.weight,
+            "midlayer.self_attn.q_proj.weight": q,
+            "midlayer.self_attn.k_proj.weight": k,
+            "midlayer.self_attn.v_proj.weight": v,
+            "midlayer.self_attn.o_proj.weight": head.out.weight,
+            "midlayer.mlp.gate_proj.weight": gate,
+            "midlayer.mlp.up_proj.weight": up,
+            "midlayer.mlp.down_proj.weight": head.down.weight,
+            "midlayer.hidden_norm.weight": head.hidden_norm.weight,
+            "midlayer.input_layernorm.weight": head.input_norm.weight,
+            "midlayer.post_attention_layernorm.weight": head.mlp_norm.weight,
+            "norm.weight": head.final_norm.weight,
+            "lm_head.weight": head.lm_head.weight,
+        }
+        tensors = {name: x.detach().to(dtype).contiguous() for name, x in tensors.items()}
+        known = torch.zeros(config.vocab_size, dtype=torch.bool)
+        known[self.ids] = True
+        tensors |= {"d2t": self.ids - torch.arange(len(self.ids)), "t2d": known}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "model.safetensors")
+        written = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "dtype": str(dtype).removeprefix("torch."),
+            "draft_vocab_size": len(self.ids),
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in self.taps]},
+            "rope_theta": config.rope_parameters["rope_theta"],
+        }
+        names = (
+            "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps",
+            "hidden_act", "max_position_embeddings", "num_hidden_layers", "vocab_size", "tie_word_embeddings",
+        )  # fmt: skip
+        written |= {name: getattr(config, name) for name in names}
+        (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
 def _attend(
@@ -164,47 +182,3 @@ def _config(config: Any) -> Any:
 def _theta(config: Any) -> float:
     parameters = getattr(config, "rope_parameters", None) or {}
     return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
-
-
-def save_eagle3(student: Eagle3Student, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """In the published layout, which other engines load too."""
-    config = student.config
-    head: Any = student.head
-    heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    q, k, v = head.qkv.weight.split([heads, kv_heads, kv_heads])
-    gate, up = head.gate_up.weight.chunk(2)
-    tensors = {
-        "fc.weight": head.fc.weight,
-        "midlayer.self_attn.q_proj.weight": q,
-        "midlayer.self_attn.k_proj.weight": k,
-        "midlayer.self_attn.v_proj.weight": v,
-        "midlayer.self_attn.o_proj.weight": head.out.weight,
-        "midlayer.mlp.gate_proj.weight": gate,
-        "midlayer.mlp.up_proj.weight": up,
-        "midlayer.mlp.down_proj.weight": head.down.weight,
-        "midlayer.hidden_norm.weight": head.hidden_norm.weight,
-        "midlayer.input_layernorm.weight": head.input_norm.weight,
-        "midlayer.post_attention_layernorm.weight": head.mlp_norm.weight,
-        "norm.weight": head.final_norm.weight,
-        "lm_head.weight": head.lm_head.weight,
-    }
-    tensors = {name: x.detach().to(dtype).contiguous() for name, x in tensors.items()}
-    known = torch.zeros(config.vocab_size, dtype=torch.bool)
-    known[student.ids] = True
-    tensors |= {"d2t": student.ids - torch.arange(len(student.ids)), "t2d": known}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    written = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "dtype": str(dtype).removeprefix("torch."),
-        "draft_vocab_size": len(student.ids),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in student.taps]},
-        "rope_theta": config.rope_parameters["rope_theta"],
-    }
-    names = (
-        "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps",
-        "hidden_act", "max_position_embeddings", "num_hidden_layers", "vocab_size", "tie_word_embeddings",
-    )  # fmt: skip
-    written |= {name: getattr(config, name) for name in names}
-    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")

@@ -24,8 +24,8 @@ class Example:
     """A text of L tokens, and what the target made of it.
 
     Attributes:
-        tokens: int32 ``[L]``. learnt: bool ``[L]``, which of them a drafter is to learn. best: int32 ``[L]``, the target's likeliest token after each;
-            -1 where the next one is not learnt. states: bf16 ``[L,F]``, after each of the tapped layers side by side. last: bf16 ``[L,H]``,
+        tokens: int32 ``[L]``. learnt: bool ``[L]``, which of them are an answer's: what a drafter is judged by. best: int32 ``[L]``, the target's
+            likeliest token after each; -1 where the next one is nothing to learn from. states: bf16 ``[L,F]``, after each of the tapped layers side by side. last: bf16 ``[L,H]``,
             what the target's head is given.
     """
 

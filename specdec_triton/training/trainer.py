@@ -8,22 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from specdec_triton.training.agreement import Agreement, shares, tokens_per_pass
-from specdec_triton.training.features import Example, Features
-
-
-class Student(Protocol):
-    """What is trained: see ``eagle3.Eagle3Student``."""
-
-    @property
-    def head(self) -> nn.Module: ...
-
-    def losses(self, example: Example, steps: int) -> tuple[torch.Tensor, list[Agreement]]: ...
+from specdec_triton.training.features import Features
+from specdec_triton.training.student import Student
 
 
 @dataclass(frozen=True)
@@ -31,15 +23,15 @@ class Schedule:
     """How long and how fast.
 
     Attributes:
-        epochs: passes over all examples. batch: learnt tokens between two updates. rate: the largest learning rate; it rises over the first
+        epochs: passes over all examples. batch: tokens learnt from between two updates. rate: the largest learning rate; it rises over the first
             ``warmup`` of all updates and falls to a tenth along a cosine.
         steps: of feeding on its own outputs; one alone for the first ``single`` of the training.
         held_out: the share of shards that is judged and not learnt from, at least one.
     """
 
     epochs: int = 2
-    batch: int = 4096
-    rate: float = 4e-4
+    batch: int = 384
+    rate: float = 8e-4
     warmup: float = 0.03
     steps: int = 3
     single: float = 0.25
@@ -57,15 +49,18 @@ class Trainer:
         shards = features.shards
         apart = max(1, round(len(shards) * schedule.held_out)) if len(shards) > 1 else 0
         self.held_out, self._shards = shards[:apart], shards[apart:]
-        decayed = [p for p in student.head.parameters() if p.dim() > 1]
-        others = [p for p in student.head.parameters() if p.dim() <= 1]
+        self._parameters = list(student.trained().values())
+        decayed = [p for p in self._parameters if p.dim() > 1]
+        others = [p for p in self._parameters if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, lr=schedule.rate, betas=(0.9, 0.95))
         self._done = 0  # shards
         self.log: list[dict[str, Any]] = []
         if state.is_file():
             held = torch.load(state, weights_only=True)
-            student.head.load_state_dict(held["head"])
+            with torch.no_grad():
+                for name, p in student.trained().items():
+                    p.copy_(held["parameters"][name])
             self._optimizer.load_state_dict(held["optimizer"])
             self._done, self.log = held["done"], held["log"]
 
@@ -97,17 +92,17 @@ class Trainer:
     def _learn(self, shard: Path) -> dict[str, Any]:
         """A shard; the share of agreement at each step, of the training's own examples."""
         s, start = self._schedule, time.monotonic()
-        self._student.head.train()
+        self._student.module.train()
         examples = list(self._features.read([shard]))
         random.Random(self._done).shuffle(examples)
         steps = 1 if self._done < s.single * self.total else s.steps
         tally, loss, weight, total = [Agreement() for _ in range(steps)], 0.0, 0, 0
         for i, example in enumerate(examples):
-            part, found = self._student.losses(example, steps)
+            part, count, found = self._student.losses(example, steps)
             if part.requires_grad:
                 part.backward()
             loss += float(part.detach())
-            weight += found[0].total if found else 0
+            weight += count
             _add(tally, found)
             if weight >= s.batch or (i == len(examples) - 1 and weight > 0):
                 self._update(weight, (self._done + i / len(examples)) / self.total)
@@ -124,28 +119,27 @@ class Trainer:
         )
         for group in self._optimizer.param_groups:
             group["lr"] = s.rate * max(rate, 1e-3)
-        parameters = list(self._student.head.parameters())
-        for p in parameters:
+        for p in self._parameters:
             if p.grad is not None:
                 p.grad /= tokens
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+        nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     @torch.no_grad()
     def judge(self, most: int = 128) -> dict[str, Any]:
         """How often head and target agree at each step, on held-out examples, and what that would bring."""
-        self._student.head.eval()
+        self._student.module.eval()
         tally = [Agreement() for _ in range(self._schedule.steps)]
         for i, example in enumerate(self._features.read(self.held_out)):
             if i == most:
                 break
-            _add(tally, self._student.losses(example, self._schedule.steps)[1])
+            _add(tally, self._student.losses(example, self._schedule.steps)[2])
         return {"agreement": shares(tally), "tokens_per_pass": tokens_per_pass(tally)}
 
     def _save(self) -> None:
         held = {
-            "head": self._student.head.state_dict(),
+            "parameters": {name: p.detach() for name, p in self._student.trained().items()},
             "optimizer": self._optimizer.state_dict(),
             "done": self._done,
             "log": self.log,

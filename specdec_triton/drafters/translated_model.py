@@ -1,0 +1,183 @@
+"""A draft model with another tokenizer: it reads the text in its own tokens, and drafts those that the target has too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from specdec_triton.drafters.base import Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
+from specdec_triton.drafters.columns import Columns
+from specdec_triton.drafters.translation import PIECES
+
+if TYPE_CHECKING:
+    from specdec_triton.adapter import ModelAdapter
+    from specdec_triton.drafters.translation import Translation
+    from specdec_triton.kv_cache import KVCache
+
+_CHUNK = 512
+_TAIL = 8  # tokens of the text that drafts are joined to, when the target's tokenizer cuts them
+_RATIO, _MORE = (
+    2,
+    64,
+)  # room for so many tokens of its own for each of the target's, and some; texts that need more get no drafts
+
+
+class TranslatedSession(DraftSession):
+    """As of a draft model that shares the tokenizer, but each token of the target's is up to 8 of its own in the cache.
+
+    Without ``back`` it drafts among the tokens that both have: a draft is one token for either, so that rejected ones are forgotten as
+    usual, and its probabilities are those of its logits over the shared tokens alone. With ``back`` it drafts what it likes, and the
+    target's tokenizer cuts that anew. Where a text's own tokens lie follows from the text.
+
+    Args:
+        back: ``(the text's last tokens, own tokens)`` -> what the latter are in the target's.
+
+    Source: Timor et al. 2025, "Accelerating LLM inference with lossless speculative decoding algorithms for heterogeneous vocabularies"
+    (arXiv:2502.05202): token-level intersection, and exact matching of strings.
+    """
+
+    adapter: ModelAdapter
+    seen: torch.Tensor
+    free = False
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        cache: KVCache,
+        words: Translation,
+        vocab_size: int,
+        options: SessionOptions,
+        drafting: Callable[[int], Callable[[], object]],
+        back: Callable[[Sequence[int], Sequence[int]], list[int]] | None = None,
+    ) -> None:
+        if back is not None:
+            self.reach = options.max_drafts + 1  # drafts' keys are not kept
+        self._back = back
+        self.adapter = adapter
+        self._cache = cache
+        self._words = words.to(adapter.device)
+        self._vocab_size = vocab_size
+        self._columns = Columns(cache, options, fixed_shapes=adapter.fixed_shapes)
+        self._drafting = drafting
+        with torch.inference_mode(False):
+            self.seen = torch.zeros(options.slots, dtype=torch.int32, device=adapter.device)
+            self._room = torch.zeros_like(self.seen)  # for own tokens
+
+    @property
+    def version(self) -> int:
+        return self._cache.version
+
+    @property
+    def key(self) -> Hashable:
+        return self._columns.count
+
+    @staticmethod
+    def room_for(tokens: int, max_len: int | None) -> int:
+        """Own tokens that are kept of a text."""
+        own = _RATIO * tokens + _MORE
+        return own if max_len is None else min(own, max_len)
+
+    def reserve(self, slot: int, tokens: int) -> None:
+        room = self.room_for(tokens, self.adapter.max_len)
+        self._cache.reserve(slot, room)
+        self._columns.reserve(slot, room)
+        self._room[slot] = room
+
+    def move(self, src: int, dst: int) -> None:
+        self._cache.move(src, dst)
+        self.seen[dst], self._room[dst] = self.seen[src], self._room[src]
+        self._columns.move(src, dst)
+        self._forget(src)
+
+    def release(self, slot: int) -> None:  # a request that comes back is read anew
+        self._cache.release(slot)
+        self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        self.seen[slot] = self._room[slot] = 0
+        self._columns.release(slot)
+
+    def extend(self, slot: int, text: torch.Tensor, start: int, stop: int) -> None:
+        """Reads how many tokens of its own there are."""
+        known = text[:stop].clamp(0, self._vocab_size - 1)
+        own = self._words.pieces[known[start:]].flatten()
+        own = own[own >= 0]
+        first = int(self._words.counts[known[:start]].sum())
+        if first + len(own) <= int(self._room[slot]):
+            table = self._cache.block_table[slot : slot + 1, : self._columns.count]
+            for chunk in own.split(_CHUNK):
+                context = torch.full((1,), first, dtype=torch.int32, device=text.device)
+                self.adapter.forward(chunk[None], self._cache, table, context, last_only=True)
+                first += len(chunk)
+        self.seen[slot] = stop  # also of one that is too long, and never drafted for
+
+    def propose(self, round_: Round) -> Drafts:
+        n, device = len(round_.lens), round_.lens.device
+        lens, seen = round_.lens, self.seen[:n]
+        start = torch.minimum(seen, lens - 1).clamp(min=0)  # without the keys of rejected drafts
+        missing = lens - start
+        texts = round_.texts.clamp(0, self._vocab_size - 1)
+        ends = torch.nn.functional.pad(self._words.counts[texts].cumsum(1, dtype=torch.int32), (1, 0))
+        own_start, own_stop = (ends.gather(1, x.long()[:, None])[:, 0] for x in (start, lens))
+        limits = torch.where(missing <= self.reach, round_.limits, 0)
+        limits = torch.minimum(limits, self._room[:n] - own_stop).clamp(min=0)
+        k = min(round_.k, int(limits.max())) if round_.reads else round_.k
+        if k == 0:
+            return nothing(lens)
+        going = limits > 0
+        fed = torch.where(going, own_stop - own_start, 0)
+        new = self._own(texts, start, missing)
+        if round_.reads:
+            new = new[:, : max(int(fed.max()), 1)]
+        table = self._cache.block_table[:n, : self._columns.count]
+        scored = self.adapter.forward(new, self._cache, table, own_start, fed, last_only=True)[:, 0]
+        seen.copy_(torch.where(going, lens, seen))
+
+        # Of draft j + 1: who is fed draft j, and behind how many tokens.
+        next_fed = (limits > torch.arange(1, k, dtype=torch.int32, device=device)[:, None]).int()
+        context = torch.where(going, own_stop, 0) + next_fed.cumsum(0, dtype=torch.int32) - next_fed
+        asked = torch.cat((going[None], next_fed.bool()))
+
+        def after(j: int, own: torch.Tensor) -> torch.Tensor:
+            """Logits behind the draft of number j, own tokens ``[n]``."""
+            return self.adapter.forward(own[:, None], self._cache, table, context[j], next_fed[j])[:, 0]
+
+        if self._back is not None:
+            own = [scored.argmax(-1)]
+            for j in range(k - 1):
+                own.append(after(j, own[j]).argmax(-1))
+            return self._as_text(round_, torch.stack(own, 1), limits)
+        drawn = []
+        for j in range(k):
+            drawn.append(round_.draw(scored[:, self._words.own], j, self._words.shared))
+            if j + 1 < k:
+                scored = after(j, self._words.pieces[drawn[j].tokens.clamp(0, self._vocab_size - 1), 0])
+        seen += next_fed.sum(0, dtype=torch.int32)
+        return drafts_of(drawn, asked, self._vocab_size if round_.needs_logits else None)
+
+    def _as_text(self, round_: Round, own: torch.Tensor, limits: torch.Tensor) -> Drafts:
+        """Own tokens ``[n,k]`` as certain drafts; their keys are not used again, since the target may cut the text elsewhere."""
+        assert self._back is not None
+        rows = []
+        for text, length, tokens, limit in zip(
+            round_.texts.tolist(), round_.lens.tolist(), own.tolist(), limits.tolist(), strict=True
+        ):
+            rows.append(self._back(text[max(length - _TAIL, 0) : length], tokens[:limit])[: round_.k] if limit else [])
+        longest = max(map(len, rows))
+        padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int64)
+        lens = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+        return Drafts(padded.view(len(rows), longest), torch.minimum(lens, round_.limits))
+
+    def _own(self, texts: torch.Tensor, start: torch.Tensor, missing: torch.Tensor) -> torch.Tensor:
+        """The last tokens of the texts as own tokens, one behind the other, int64 ``[n, reach * 8]``; anything behind them."""
+        step = torch.arange(self.reach, device=texts.device)
+        tokens = texts.gather(1, (start.long()[:, None] + step).clamp(max=texts.shape[1] - 1))
+        pieces = self._words.pieces[tokens].masked_fill((step >= missing[:, None])[..., None], -1)
+        pieces = pieces.view(len(texts), self.reach * PIECES)
+        order = (pieces < 0).int().argsort(dim=1, stable=True)
+        return pieces.gather(1, order).clamp(min=0)
+
+    def drafting(self, n: int) -> Callable[[], object]:
+        return self._drafting(n)
