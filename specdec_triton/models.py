@@ -50,6 +50,12 @@ def resolve(name: str) -> str:
     return str(convert_smollm2()) if name == "smollm2" else name
 
 
+def shipped_head(name: str) -> Path | None:
+    """The EAGLE head that comes with this package for the model ``name``; None: there is none."""
+    folder = Path(__file__).parent / "trained" / name
+    return folder if name in ALIASES and (folder / "model.safetensors").is_file() else None
+
+
 def load_config(name: str) -> Any:
     """The configuration of ``name`` (see :func:`load_model`): a quick way to learn that there is no such model."""
     from transformers import AutoConfig

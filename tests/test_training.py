@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from specdec_triton.training.draft import DraftStudent, shortened
 from specdec_triton.training.eagle3 import Eagle3Student
 from specdec_triton.training.features import Features, TextReader, fill, frequent_ids
 from specdec_triton.training.medusa import MedusaStudent
+from specdec_triton.training.questions import question
 from specdec_triton.training.trainer import Schedule, Trainer
 
 TAPS = (2, 3, 5)
@@ -120,6 +123,18 @@ def test_templates_that_cannot_be_used():
     tokenizer.apply_chat_template = lambda messages, **kwargs: messages[0]["content"].upper()
     with pytest.raises(ValueError, match="does not give the user's words as they are"):
         ChatWriter(target(), tokenizer, TAPS)
+
+
+def test_questions():
+    """Many different ones, whole, none of them one by which acceptance is measured."""
+    rng = random.Random(1)
+    asked = [question(rng) for _ in range(20_000)]
+    assert len({*asked}) > 14_000
+    assert not any(mark in text for text in asked for mark in "{}|\n")
+    assert "  " not in " ".join(asked)
+    rows = (json.loads(line) for line in Path("bench/prompts.jsonl").read_text().splitlines())
+    measured = {row["prompt"].lower() for row in rows}
+    assert not any(prompt in text.lower() or text.lower() in prompt for text in {*asked} for prompt in measured)
 
 
 def test_frequent_ids():

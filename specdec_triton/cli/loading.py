@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdec_triton.cli.common import UsageError, integer, warn
 from specdec_triton.errors import ModelNotFoundError, UnsupportedModelError
-from specdec_triton.models import load_config, load_model, load_tokenizer
+from specdec_triton.models import load_config, load_model, load_tokenizer, shipped_head
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
-    from specdec_triton.drafters import Drafter
+    from specdec_triton.drafters import Drafter, DynamicTree
 
 CASCADE_MATCH = 3  # tokens that must repeat before a model is not asked
 DTYPES = ("bfloat16", "float32", "float16")
@@ -33,8 +33,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft",
         metavar="DRAFTER",
         default="ngram",
-        help="ngram (default), suffix: from the text so far; MODEL: a small model with the target's tokenizer; eagle:PATH, "
-        "medusa:PATH: heads on the target; skip: its own layers, as tune-skip chose; cascade:DRAFTER: suffix, else that; none",
+        help="ngram (default), suffix: from the text so far; MODEL: a smaller model; eagle, eagle:PATH, medusa:PATH: a head on the "
+        "target (eagle: that of smollm2 here); skip: its own layers, as tune-skip chose; cascade:DRAFTER: suffix, else that "
+        "(cascade: eagle); none",
     )
     group.add_argument(
         "-k",
@@ -43,6 +44,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=integer(0, MAX_DRAFT_TOKENS),
         default=4,
         help=f"the most tokens drafted a round, 0 (plain decoding) to {MAX_DRAFT_TOKENS} (default: 4)",
+    )
+    group.add_argument(
+        "--tree",
+        metavar="DxB",
+        type=_tree,
+        help="eagle, medusa: draft trees of up to K nodes that grow D deep and B wide where the drafter is sure, such as 5x8 "
+        "with -k 24 (default: chains)",
     )
     group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
     group.add_argument(
@@ -57,6 +65,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _tree(text: str) -> DynamicTree:
+    from specdec_triton.trees import DynamicTree
+
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be a depth and a width such as 5x8, got {text!r}")
+    try:
+        return DynamicTree(int(match[1]), int(match[2]))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} in {text!r}") from error
+
+
 def _device_name(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"must be auto, cpu or cuda, got {text!r}")
@@ -64,20 +84,23 @@ def _device_name(text: str) -> str:
 
 
 def split_draft(draft: str) -> tuple[bool, str, str]:
-    """What ``--draft`` says: whether it is a cascade, the kind of its drafter, and the model or path behind that (or nothing).
+    """What ``--draft`` says: whether it is a cascade, the kind of its drafter, and the model or path behind that (or nothing: of
+    ``eagle`` the head that comes with the package).
 
     Raises:
         UsageError: a path is missing, or the drafter of a cascade.
     """
+    if draft == "cascade":
+        draft = "cascade:eagle"
     cascade = draft.startswith("cascade:")
     rest = draft.removeprefix("cascade:")
-    if draft == "cascade" or (cascade and rest in ("", "none", *FREE)):
+    if cascade and rest in ("", "none", *FREE):
         raise UsageError(
             "--draft cascade: say what drafts where the text does not: cascade:MODEL, cascade:eagle:PATH ..."
         )
     kind, _, path = rest.partition(":")
     if kind in _HEADS:
-        if not path:
+        if not path and kind != "eagle":
             raise UsageError(f"--draft {kind}: say where the head is: {kind}:PATH")
         return cascade, kind, path
     return cascade, *((rest, "") if rest in _WITHOUT_MODEL else ("model", rest))
@@ -117,7 +140,11 @@ class Tokenizers(NamedTuple):
 def check_models(args: argparse.Namespace) -> Tokenizers:
     """Find both models and compare their vocabularies."""
     _, kind, name = split_draft(args.draft)
+    if args.tree is not None and kind not in _HEADS:
+        raise UsageError(f"--tree is for --draft eagle and medusa, not for {args.draft}")
     load_config(args.target)
+    if kind == "eagle":
+        _head(args.target, name)
     if kind == "model":
         load_config(name)
     tokenizer = load_tokenizer(args.target)
@@ -173,9 +200,9 @@ def load_drafter(args: argparse.Namespace, device: str, target: Any, tokenizers:
         if tokenizers.draft is not None:
             drafter = drafters.DraftModel(model, tokenizer=tokenizers.draft, target_tokenizer=tokenizers.target)
     elif kind == "eagle":
-        drafter = drafters.EagleDrafter(name)
+        drafter = drafters.EagleDrafter(_head(args.target, name), tree=args.tree)
     elif kind == "medusa":
-        drafter = drafters.MedusaDrafter(name)
+        drafter = drafters.MedusaDrafter(name, tree=args.tree)
     else:
         makers: dict[str, Callable[[], Drafter]] = {
             "none": drafters.NoDraft,
@@ -185,6 +212,23 @@ def load_drafter(args: argparse.Namespace, device: str, target: Any, tokenizers:
         }
         drafter = makers[kind]()
     return drafters.Cascade([drafters.SuffixDrafter(min_match=CASCADE_MATCH), drafter]) if cascade else drafter
+
+
+def _head(target: str, path: str) -> str:
+    """Where an EAGLE head lies: where the user says, else in the package.
+
+    Raises:
+        UsageError: none comes with the package for that target.
+    """
+    if path:
+        return path
+    shipped = shipped_head(target)
+    if shipped is None:
+        raise UsageError(
+            f"--draft eagle: no head for {target!r} comes with this package; say where one is (eagle:PATH), or train one:"
+            " specdec-triton train"
+        )
+    return str(shipped)
 
 
 def _load(name: str, args: argparse.Namespace, device: str) -> Any:

@@ -49,7 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--epochs", metavar="N", type=integer(1), default=2, help="passes over them (default: 2)")
     parser.add_argument(
-        "--draft-vocab", metavar="N", type=integer(16), default=8192, help="eagle3: ids that are drafted (default: 8192)"
+        "--draft-vocab",
+        metavar="N",
+        type=integer(16),
+        default=8192,
+        help="eagle3: ids that are drafted (default: 8192)",
     )
     parser.add_argument(
         "--steps",
@@ -103,6 +107,8 @@ def _train(args: argparse.Namespace, until: float) -> dict[str, Any]:
     tokenizer = load_tokenizer(args.target)
     model = load_model(args.target, dtype=torch.float32)
     layers = model.config.get_text_config().num_hidden_layers
+    if args.kind == "draft" and args.layers > layers:
+        raise UsageError(f"--layers {args.layers}: {args.target!r} has {layers}")
     taps = (2, layers // 2, layers - 3) if layers >= 6 else (1, max(layers // 2, 1), max(layers - 1, 1))
     features = Features(work / "features", taps)
     tokens, enough = _collect(args, features, model, tokenizer, until)

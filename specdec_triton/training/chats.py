@@ -1,6 +1,7 @@
 """Chats of which the target writes both sides, from its own chat template: no data set is needed.
 
-The user's side is drawn at temperature 1 behind an opening that spreads the tasks; the answer is greedy or drawn. A few hundred chats
+The user's side is one of our questions, or is drawn at temperature 1 behind an opening that spreads the tasks; the answer is greedy or
+drawn. A few hundred chats
 are written side by side, a token of each at every pass, also where it is the template's and known before: so all have the same
 length, there is no padding and no mask, and a pass is one large matrix product, which is what counts here (the decoder of this package
 is made for few rows). What the target knows at each token is kept as it is written.
@@ -8,6 +9,7 @@ is made for few rows). What the target knows at each token is kept as it is writ
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any
@@ -18,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from specdec_triton.taps import Taps
 from specdec_triton.training.features import Example, split_states
+from specdec_triton.training.questions import question
 
 OPENINGS = (
     "", "", "What is", "How do I", "Explain", "Why", "Write", "Write a short story about", "Give me", "List", "Can you", "I need",
@@ -30,21 +33,25 @@ _SENTINEL = "\u241f placeholder \u241f"
 _TOP_K = 50
 _USER, _ANSWER = 1.0, 0.8  # temperatures
 _GREEDY = 2 / 3  # of the answers
+_ASKED = 2 / 3  # of the questions: ours
 _FEW = 0.1  # of a wave's chats: they are cut off where they are, for small passes cost nearly as much as large ones
 
 
 class _Chat:
     """A chat that is being written.
 
+    Args:
+        opening: of what the user says. closing: where that is all of it, what comes between it and the answer; else nothing.
+
     Attributes:
         forced: tokens that come next whatever the target says, the nearest last. answer: where the answer begins. best: the target's likeliest token
             after each of the tokens it has seen, -1 where the next one was known before.
     """
 
-    def __init__(self, opening: Sequence[int], greedy: bool) -> None:
+    def __init__(self, opening: Sequence[int], closing: Sequence[int], greedy: bool) -> None:
         self.tokens: list[int] = []
-        self.forced = list(reversed(opening))
-        self.said = 0  # by the user, beside the opening
+        self.forced = [*opening, *closing][::-1]
+        self.said = len(closing)  # by the user, beside the opening
         self.answer: int | None = None
         self.greedy = greedy
         self.best: list[int] = []
@@ -104,9 +111,8 @@ class ChatWriter:
     @torch.inference_mode()
     def _wave(self, generator: torch.Generator) -> Iterator[Example]:
         """Chats that begin together."""
-        openings = torch.randint(len(OPENINGS), (self._batch,), generator=generator).tolist()
-        greedy = (torch.rand(self._batch, generator=generator) < _GREEDY).tolist()
-        chats = [_Chat(self._openings[i], g) for i, g in zip(openings, greedy, strict=True)]
+        rng = random.Random(int(torch.randint(1 << 31, (), generator=generator)))
+        chats = [self._begun(rng) for _ in range(self._batch)]
         cache = DynamicCache(config=self._model.config)
         cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
         logits, states = self._pass(torch.tensor([self._before]), cache)  # alike for all of them
@@ -131,6 +137,12 @@ class ChatWriter:
             logits, states = self._pass(torch.tensor([[chat.tokens[-1]] for chat in chats]), cache)
             for chat, state in zip(chats, states, strict=True):
                 chat.states.append(state)
+
+    def _begun(self, rng: random.Random) -> _Chat:
+        greedy = rng.random() < _GREEDY
+        if rng.random() < _ASKED:
+            return _Chat(self._ids(question(rng)), self._between, greedy)
+        return _Chat(rng.choice(self._openings), (), greedy)
 
     def _pass(self, tokens: torch.Tensor, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's logits after the last of the new tokens, fp32 ``[B,V]``, and its states at all of them, bf16 ``[B,n,F]``."""
