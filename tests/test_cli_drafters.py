@@ -55,6 +55,7 @@ def apart(monkeypatch, tmp_path_factory):
 @pytest.fixture
 def command(capsys):
     def run(*args):
+        capsys.readouterr()  # of what loads models here
         status = main([str(arg) for arg in args])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
