@@ -70,6 +70,7 @@ TEXT = [(37 * i) % 90 + 3 for i in range(1, 24)]
 @pytest.mark.parametrize("fixed", [False, True], ids=["reads", "device"])
 @pytest.mark.parametrize("version", VERSIONS.values(), ids=VERSIONS)
 def test_drafts_are_those_of_the_head(version, fixed, tmp_path):
+    """Norms whose weights are not 1 (faults.md I12), and a head size of its own (I10)."""
     model = target()
     tensors = eagle_tensors(model, **version)
     source = save(tmp_path / "head", tensors, CONFIG)
@@ -154,6 +155,19 @@ BROKEN = {
     "absolute-d2t": (lambda t, c: t["d2t"].add_(torch.arange(40)), "the target has|two of its ids"),
     "d2t-twice": (lambda t, c: t["d2t"][1].sub_(1 + t["d2t"][1] - t["d2t"][0]), "two of its ids"),
     "t2d": (lambda t, c: t["t2d"].logical_not_(), "d2t and t2d name different ids"),
+    "head-norm": (
+        lambda t, c: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(6)}),
+        "'midlayer.self_attn.q_norm.weight'",
+    ),
+    "head-dim": (
+        lambda t, c: c.pop("head_dim"),
+        r"'midlayer.self_attn.q_proj.weight' has the shape \[24, 32\], expected \[16, 32\]",
+    ),
+    "mtp": (lambda t, c: t.update({"mtp.fc.weight": torch.ones(2)}), "multi-token-prediction modules"),
+    "mtp-deepseek": (
+        lambda t, c: t.update({"model.layers.61.eh_proj.weight": torch.ones(2)}),
+        "multi-token-prediction modules",
+    ),
     "layers": (lambda t, c: c.update(num_hidden_layers=2), "2 layers"),
     "config": (lambda t, c: c.pop("hidden_size"), "config.json must have 'hidden_size'"),
     "taps": (
@@ -167,7 +181,7 @@ BROKEN = {
 
 @pytest.mark.parametrize(("spoil", "message"), BROKEN.values(), ids=BROKEN)
 def test_broken_heads_are_refused(spoil, message, tmp_path):
-    """faults.md I5, I6, I9, I11, I16."""
+    """faults.md I5, I6, I9, I10, I11, I13, I16."""
     model = target()
     tensors, config = eagle_tensors(model, draft_size=40), dict(CONFIG)
     config["draft_vocab_size"] = 40

@@ -30,7 +30,7 @@ class Schedule:
     """
 
     epochs: int = 2
-    batch: int = 384
+    batch: int = 192
     rate: float = 8e-4
     warmup: float = 0.03
     steps: int = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from specdec_triton.drafters.heads.eagle_head import Borrowed, EagleHead, target
 from specdec_triton.drafters.heads.placing import packed
 from specdec_triton.fusion.norms import FusedRMSNorm
 
+_MTP = r"^mtp\.|\.(eh_proj|enorm|hnorm|shared_head)\."  # DeepSeek's names, and Qwen's
 _SHAPE = ("hidden_size", "num_attention_heads", "intermediate_size")
 _OPTIONAL = ("rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters")
 
@@ -27,11 +29,16 @@ def load_eagle(
     place of ``midlayer``. Embedding and lm_head are the target's where the head has none.
 
     Raises:
-        UnsupportedModelError: a tensor is missing, of another shape, not finite or of no known use; or the head is not one for
-            this target.
+        UnsupportedModelError: a tensor is missing, of another shape, not finite or of no known use; the head is not one for
+            this target, or none of EAGLE's.
     """
     c = checkpoint
     c.strip("model.")
+    if any(re.search(_MTP, name) for name in c.names):
+        raise c.error(
+            "it holds multi-token-prediction modules, which transformers does not load with their model either; heads in EAGLE's"
+            " or Medusa's layout are supported"
+        )
     if c.has("layers.0.hidden_norm.weight"):
         c.rename("layers.0.", "midlayer.")
     three = c.has("midlayer.hidden_norm.weight")
