@@ -73,6 +73,7 @@ while read -r op budget limit; do
 done <<'BENCHES'
 verify_attention 55 75
 accept_reject 40 60
+accept_tree 15 25
 sample 25 40
 append_kv 10 20
 rope_append 10 20

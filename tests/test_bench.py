@@ -21,6 +21,7 @@ from specdec_triton.testing import unexplained
 OPS = (
     "verify_attention", "append_kv", "compact_kv", "accept_reject", "sample", "ngram_propose", "skinny_linear", "row_mean",
     "apply_logit_rules", "rope_append", "rms_norm", "gated_mlp_activation", "gated_linear", "verify_head",
+    "accept_tree",
 )  # fmt: skip
 ORIGIN = {
     "device",

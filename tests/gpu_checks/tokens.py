@@ -1,4 +1,4 @@
-"""What becomes of logits: ``accept_reject``, ``sample`` and ``apply_logit_rules``; and ``ngram_propose``."""
+"""What becomes of logits: ``accept_reject``, ``accept_tree``, ``sample`` and ``apply_logit_rules``; and ``ngram_propose``."""
 
 from __future__ import annotations
 
@@ -70,6 +70,39 @@ for _method in METHODS:
     add(f"accept-{_method}-wide", check_accept, _method, {}, torch.bfloat16, 151_936, 4, "lse")
     add(f"accept-{_method}-wide-filters", check_accept, _method, _options, torch.float16, 151_936, 4, "lse")
     add(f"accept-{_method}-fp32", check_accept, _method, _options, torch.float32, 8193, 20, "draft")
+
+
+def check_tree(method: str, options: dict, dtype: torch.dtype, vocab: int, nodes: int, drawn: bool) -> None:
+    """Random trees of ragged sizes whose children are often the likeliest tokens."""
+    rows = 40 if vocab < 5000 else 3
+    logits = (torch.randn(rows, nodes, vocab) * 2).to(dtype)
+    draft = (logits.float() + 0.5 * torch.randn(rows, nodes, vocab)).to(dtype)
+    step = torch.arange(nodes)
+    parents = (torch.rand(rows, nodes) * step).long().masked_fill(step == 0, -1)
+    above = parents.clamp(min=0)
+    ranks = torch.randint(0, 3, (rows, nodes, 1))
+    likely = (draft if drawn else logits).topk(3, -1).indices
+    tokens = likely.gather(1, above[..., None].expand(-1, -1, 3)).gather(2, ranks)[..., 0]
+    params = batch_of(rows, position=17, **options)
+    params.temperature[::9] = 0.0
+    lens = torch.randint(0, nodes + 1, (rows,)).int()
+    same = {"node_lens": lens, "params": params, "method": method}
+
+    def judge(change: Callable[[torch.Tensor], torch.Tensor]) -> object:
+        q = change(draft) if drawn else None
+        return ops.accept_tree(tokens, change(logits), parents, q, **same, backend="torch")
+
+    got = call(ops.accept_tree, tokens, logits, parents, draft if drawn else None, **same)
+    assert_same(got, judge, exact=method == "greedy")
+
+
+for _method in ops.TREE_METHODS:
+    for _drawn in (False, True) if _method == "rejection" else (False,):
+        _name = f"tree-{_method}{'-drawn' if _drawn else ''}"
+        add(_name, check_tree, _method, {}, torch.bfloat16, 1000, 17, _drawn)
+        add(f"{_name}-wide", check_tree, _method, {}, torch.bfloat16, 151_936, 64, _drawn)
+        if _method != "greedy":
+            add(f"{_name}-filters", check_tree, _method, FILTERS["all"], torch.float32, 8193, 9, _drawn)
 
 
 def check_bad_logits(method: str) -> None:
