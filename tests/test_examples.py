@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,22 @@ def test_own_engine_as_a_command():
         [sys.executable, EXAMPLES / "own_engine.py"], capture_output=True, text=True, check=True
     ).stdout
     assert out.count("the same texts: True") == 2
+
+
+def test_docs_on_drafters():
+    """Its Python runs, and the drafter that it writes decodes."""
+    from specdec_triton import SamplingParams, SpeculativeDecoder
+    from specdec_triton.testing import plain_greedy, toy_model
+
+    text = (EXAMPLES.parent / "docs" / "drafters.md").read_text()
+    names: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, names)
+    model = toy_model()
+    (out,) = SpeculativeDecoder(model, names["Stutter"](), adaptive=False).generate(
+        [[5, 17, 3]], SamplingParams(temperature=0, max_new_tokens=20)
+    )
+    assert out.token_ids == plain_greedy(model, [5, 17, 3], 20)
+    assert out.stats.drafted > 0
