@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_cases import CONFIG, WIDTH, eagle_chain, eagle_tensors, save
+from head_cases import CONFIG, WIDTH, eagle_chain, eagle_logits, eagle_tensors, save
 
 from specdec_triton import EagleDrafter, NoDraft, SamplingParams, SpeculativeDecoder, optimize
 from specdec_triton.adapter import ModelAdapter
@@ -137,6 +137,43 @@ def test_a_text_that_was_not_drafted_for_is_caught_up_with(tmp_path):
     assert len(seen) > 5
     for text, drafts in seen:
         assert drafts == eagle_chain(model, tensors, text, len(drafts), taps=TAPS)
+
+
+def test_drafting_ends_where_it_is_not_worth_it(tmp_path):
+    """Each request by itself: behind a draft from which on all of them are unlikely; the next rounds draft as if nothing had been."""
+    model = target()
+    tensors = eagle_tensors(model)
+    drafter = EagleDrafter(save(tmp_path / "head", tensors, CONFIG))
+    decoder = SpeculativeDecoder(model, drafter, num_draft_tokens=4)
+    session, seen = decoder._loop.session, []
+    propose = session.propose
+    limit = 0.05
+
+    def watched(round_):
+        assert round_.worth > 0
+        round_.worth = limit
+        round_.limits = torch.where(round_.lens > 0, round_.k, 0).int()
+        drafts = propose(round_)
+        for row, n in enumerate(round_.lens.tolist()):
+            count = int(drafts.lens[row])
+            seen.append((round_.texts[row, :n].tolist(), drafts.tokens[row, :count].tolist(), round_.k))
+        drafts.lens = torch.minimum(drafts.lens, round_.limits)
+        return drafts
+
+    session.propose = watched
+    decoder._loop.rounds._plan = lambda shape, limits: limits
+    outs = decoder.generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=30))
+    assert [out.token_ids for out in outs] == [plain_greedy(model, prompt, 30) for prompt in PROMPTS]
+    lengths = set()
+    for text, drafts, k in seen:
+        chance, want = 1.0, []
+        while len(want) < k and chance >= limit:
+            probs = eagle_logits(model, tensors, text, want, taps=TAPS).softmax(-1)
+            want.append(int(probs.argmax()))
+            chance *= float(probs.max())
+        assert drafts == want or abs(chance - limit) < 1e-4
+        lengths.add(len(drafts))
+    assert len(lengths) >= 3
 
 
 BROKEN = {

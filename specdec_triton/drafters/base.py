@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 class Drawn(NamedTuple):
     """A draft of each request: tokens int64 ``[n]``; the logits that they were drawn from (None: never written), and those
-    logits' lse ``[n]`` (see ``ops.sample``), which is not finite where they held NaN or +inf."""
+    logits' lse ``[n]`` (see ``ops.sample``), which is not finite where they held NaN or +inf; the chances that they are right, ``[n]``, as far
+    as the drafter knows (None: nobody asked)."""
 
     tokens: torch.Tensor
     lse: torch.Tensor
     logits: torch.Tensor | None
+    chance: torch.Tensor | None = None
 
 
 class Draw(Protocol):
@@ -65,6 +67,7 @@ class Round:
         branch: ``(logits [n,M,V'], j, count, ids) -> Children`` gives the children of M nodes of depth j in a tree, ``count`` <= V' of
             them: where a request's method draws, with the noise that the target will draw with at their position. None: only chains
             are of use, since rules follow the text.
+        worth: the chance that all drafts so far are right from which on one more is worth a pass of the drafter.
         draw_from: ``(head, hidden [n,H], j) -> Drawn`` does so from what a model's head is given, without writing logits; None: rows of
             logits are needed.
     """
@@ -78,6 +81,7 @@ class Round:
     needs_logits: bool
     reads: bool
     branch: Branch | None = None
+    worth: float = 0.0
     draw_from: Callable[[Head, torch.Tensor, int], Drawn] | None = None
 
 
@@ -245,14 +249,44 @@ def nothing(lens: torch.Tensor) -> Drafts:
     return Drafts(lens.new_empty(len(lens), 0, dtype=torch.int64), torch.zeros_like(lens))
 
 
-def drafts_of(drawn: Sequence[Drawn], asked: torch.Tensor, vocab_size: int | None) -> Drafts:
+class Turns:
+    """Who gets one more draft, while chains are drafted one pass after the other.
+
+    Args:
+        limits: int32 ``[n]``, the most of each request. k: the most of all.
+
+    Attributes:
+        asked: bool ``[n]`` each, who was to get a draft of each number so far.
+    """
+
+    def __init__(self, round_: Round, limits: torch.Tensor, k: int) -> None:
+        self._round, self._limits, self._k = round_, limits, k
+        self.asked = [limits > 0]
+        self._chance: torch.Tensor | None = None
+
+    def next(self, drawn: Drawn) -> torch.Tensor | None:
+        """Who gets another behind this one, int32 ``[n]``; None: nobody, as far as that may be known."""
+        done = len(self.asked)
+        if done == self._k:
+            return None
+        going = self._limits > done
+        if drawn.chance is not None:
+            self._chance = drawn.chance if self._chance is None else self._chance * drawn.chance
+            going = going & (self._chance >= self._round.worth)
+        if self._round.reads and not bool(going.any()):
+            return None
+        self.asked.append(going)
+        return going.int()
+
+
+def drafts_of(drawn: Sequence[Drawn], turns: Turns, vocab_size: int | None) -> Drafts:
     """What was drawn, up to where it is none.
 
     Args:
-        asked: bool ``[K,n]``, who was to get a draft of each number.
+        turns: who was to get a draft of each number.
         vocab_size: of the target, if the drafts are to be judged by what they were drawn from.
     """
-    lse = torch.stack([draft.lse for draft in drawn])
+    lse, asked = torch.stack([draft.lse for draft in drawn]), torch.stack(turns.asked)
     # -inf: its own vocabulary, or a rule, leaves nothing to draft. NaN and +inf: it has failed.
     drafting = (asked & lse.isfinite()).int().cumprod(0, dtype=torch.int32)
     before = torch.cat((asked[:1], drafting[:-1].bool()))

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specdec_triton._checks import require
-from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
+from specdec_triton.drafters.base import (
+    Drafter,
+    Drafts,
+    DraftSession,
+    Drawn,
+    Round,
+    SessionOptions,
+    Turns,
+    drafts_of,
+    nothing,
+)
 from specdec_triton.drafters.columns import Columns
 from specdec_triton.drafters.translated_model import TranslatedSession
 from specdec_triton.drafters.translation import Recutting, Translation, same_texts, token_texts
@@ -207,22 +217,18 @@ class _Session(DraftSession):
         scored = score(new, self._cache, table, start, fed, last_only=True)[:, 0]
         seen.copy_(torch.where(going, start + fed, seen))
 
-        # Of draft j + 1: who is fed draft j, and behind how many tokens.
-        next_fed = (limits > torch.arange(1, k, dtype=torch.int32, device=limits.device)[:, None]).int()
-        context = seen + next_fed.cumsum(0, dtype=torch.int32) - next_fed
-        drawn = []
-        for j in range(k):
+        turns = Turns(round_, limits, k)
+        drawn: list[Drawn] = []
+        while True:
+            j = len(drawn)
             if head is None or round_.draw_from is None:
                 drawn.append(round_.draw(scored[:, : self._vocab_size], j))
             else:
                 drawn.append(round_.draw_from(head, scored, j))
-            if j + 1 < k:
-                scored = score(drawn[j].tokens[:, None], self._cache, table, context[j], next_fed[j])[:, 0]
-        seen += next_fed.sum(0, dtype=torch.int32)
-
-        return drafts_of(
-            drawn, torch.cat((going[None], next_fed.bool())), self._vocab_size if round_.needs_logits else None
-        )
+            if (fed_next := turns.next(drawn[j])) is None:
+                return drafts_of(drawn, turns, self._vocab_size if round_.needs_logits else None)
+            scored = score(drawn[j].tokens[:, None], self._cache, table, seen.clone(), fed_next)[:, 0]
+            seen += fed_next
 
     def _head(self) -> Head | None:
         """The draft model's, for the ids that the target has too."""

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specdec_triton import ops
-from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
+from specdec_triton.drafters.base import (
+    Drafter,
+    Drafts,
+    DraftSession,
+    Drawn,
+    Round,
+    SessionOptions,
+    Turns,
+    drafts_of,
+    nothing,
+)
 from specdec_triton.drafters.columns import Columns
 from specdec_triton.drafters.heads.checkpoint import Checkpoint, find
 from specdec_triton.drafters.heads.growing import fed_nodes, grow, level_of
@@ -246,19 +256,18 @@ class _Session(DraftSession):
             return self._grown(round_, k, hidden, limits, table)
         k = min(k, self._deepest)
 
-        # Of draft j + 1: who is fed draft j, behind all before it.
-        next_fed = (limits > torch.arange(1, k, dtype=torch.int32, device=limits.device)[:, None]).int()
-        drawn = []
-        for j in range(k):
+        turns = Turns(round_, limits, k)
+        drawn: list[Drawn] = []
+        fed_next: torch.Tensor | None = fed
+        while fed_next is not None:
+            j = len(drawn)
             drawn.append(round_.draw(self._head.lm_head(self._head.finish(hidden)), j, self._head.ids))
-            if j + 1 < k:
-                context = torch.where(next_fed[j] > 0, round_.lens - 1 + j, 0)
-                p, at = self._pass(context, next_fed[j], n, 1, table)
+            if (fed_next := turns.next(drawn[j])) is not None:
+                context = torch.where(fed_next > 0, round_.lens - 1 + j, 0)
+                p, at = self._pass(context, fed_next, n, 1, table)
                 fed_tokens, fed_hidden = p.pack(drawn[j].tokens[:, None]), p.pack(hidden[:, None])
                 hidden = p.unpack(self._layer(p, at, fed_tokens, fed_hidden))[:, 0]
-        return drafts_of(
-            drawn, torch.cat((going[None], next_fed.bool())), self._vocab_size if round_.needs_logits else None
-        )
+        return drafts_of(drawn, turns, self._vocab_size if round_.needs_logits else None)
 
     def _grown(self, round_: Round, k: int, root: torch.Tensor, limits: torch.Tensor, table: torch.Tensor) -> Drafts:
         """Trees behind the states ``root [n,H]`` at the texts' ends; their nodes' pairs lie behind the text in the order they are fed."""

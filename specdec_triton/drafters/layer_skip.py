@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from specdec_triton._checks import check_integer, require
-from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
+from specdec_triton.drafters.base import (
+    Drafter,
+    Drafts,
+    DraftSession,
+    Drawn,
+    Round,
+    SessionOptions,
+    Turns,
+    drafts_of,
+    nothing,
+)
 from specdec_triton.drafters.columns import Columns
 from specdec_triton.errors import UnsupportedModelError
 
@@ -103,17 +113,19 @@ class _Session(DraftSession):
         if k == 0:
             return nothing(round_.lens)
         table = self._cache.block_table[:n, : self._columns.count]
-        step = torch.arange(k, dtype=torch.int32, device=round_.lens.device)
-        asked = round_.limits > step[:, None]
         context = (round_.lens - 1).clamp(min=0)
         tokens = round_.texts.gather(1, context.long()[:, None]).clamp(0, self._target.vocab_size - 1)
-        drawn = []
-        for j in range(k):
-            at = torch.where(asked[j], context + j, 0)
-            logits = self._target.forward(tokens, self._cache, table, at, asked[j].int(), skip=self._skip)[:, 0]
+        turns = Turns(round_, round_.limits, k)
+        drawn: list[Drawn] = []
+        fed: torch.Tensor | None = turns.asked[0].int()
+        while fed is not None:
+            j = len(drawn)
+            at = torch.where(fed > 0, context + j, 0)
+            logits = self._target.forward(tokens, self._cache, table, at, fed, skip=self._skip)[:, 0]
             drawn.append(round_.draw(logits, j))
             tokens = drawn[j].tokens[:, None]
-        return drafts_of(drawn, asked, self._target.vocab_size if round_.needs_logits else None)
+            fed = turns.next(drawn[j])
+        return drafts_of(drawn, turns, self._target.vocab_size if round_.needs_logits else None)
 
     def drafting(self, n: int) -> Callable[[], object]:
         target = self._target

@@ -15,6 +15,7 @@ from specdec_triton.drafters.base import (
     DraftSession,
     Round,
     SessionOptions,
+    Turns,
     drafts_of,
     nothing,
 )
@@ -116,9 +117,10 @@ class _Session(DraftSession):
         k = min(round_.k, len(self._heads), int(limits.max()) if round_.reads else round_.k)
         if k == 0:
             return nothing(round_.lens)
-        drawn = [round_.draw(self._heads(j, state), j) for j in range(k)]
-        asked = limits > torch.arange(k, dtype=torch.int32, device=limits.device)[:, None]
-        return drafts_of(drawn, asked, self._vocab_size if round_.needs_logits else None)
+        turns, drawn = Turns(round_, limits, k), [round_.draw(self._heads(0, state), 0)]
+        while turns.next(drawn[-1]) is not None:
+            drawn.append(round_.draw(self._heads(len(drawn), state), len(drawn)))
+        return drafts_of(drawn, turns, self._vocab_size if round_.needs_logits else None)
 
     def _grown(self, round_: Round, tree: DynamicTree | StaticTree, state: torch.Tensor, branch: Branch) -> Drafts:
         """Trees: what a head says is the same behind all nodes of a depth."""

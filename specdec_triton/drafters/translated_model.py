@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specdec_triton.drafters.base import Drafts, DraftSession, Round, SessionOptions, drafts_of, nothing
+from specdec_triton.drafters.base import Drafts, DraftSession, Drawn, Round, SessionOptions, Turns, drafts_of, nothing
 from specdec_triton.drafters.columns import Columns
 from specdec_triton.drafters.translation import PIECES
 
@@ -114,7 +114,7 @@ class TranslatedSession(DraftSession):
         self.seen[slot] = stop  # also of one that is too long, and never drafted for
 
     def propose(self, round_: Round) -> Drafts:
-        n, device = len(round_.lens), round_.lens.device
+        n = len(round_.lens)
         lens, seen = round_.lens, self.seen[:n]
         start = torch.minimum(seen, lens - 1).clamp(min=0)  # without the keys of rejected drafts
         missing = lens - start
@@ -135,27 +135,27 @@ class TranslatedSession(DraftSession):
         scored = self.adapter.forward(new, self._cache, table, own_start, fed, last_only=True)[:, 0]
         seen.copy_(torch.where(going, lens, seen))
 
-        # Of draft j + 1: who is fed draft j, and behind how many tokens.
-        next_fed = (limits > torch.arange(1, k, dtype=torch.int32, device=device)[:, None]).int()
-        context = torch.where(going, own_stop, 0) + next_fed.cumsum(0, dtype=torch.int32) - next_fed
-        asked = torch.cat((going[None], next_fed.bool()))
+        turns, at = Turns(round_, limits, k), own_stop
 
-        def after(j: int, own: torch.Tensor) -> torch.Tensor:
-            """Logits behind the draft of number j, own tokens ``[n]``."""
-            return self.adapter.forward(own[:, None], self._cache, table, context[j], next_fed[j])[:, 0]
+        def after(own: torch.Tensor, fed: torch.Tensor) -> torch.Tensor:
+            """Logits behind one more own token ``[n]`` of those who are fed."""
+            nonlocal at
+            scored = self.adapter.forward(own[:, None], self._cache, table, torch.where(fed > 0, at, 0), fed)[:, 0]
+            at = at + fed
+            return scored
 
         if self._back is not None:
             own = [scored.argmax(-1)]
             for j in range(k - 1):
-                own.append(after(j, own[j]).argmax(-1))
+                own.append(after(own[j], (limits > j + 1).int()).argmax(-1))
             return self._as_text(round_, torch.stack(own, 1), limits)
-        drawn = []
-        for j in range(k):
-            drawn.append(round_.draw(scored[:, self._words.own], j, self._words.shared))
-            if j + 1 < k:
-                scored = after(j, self._words.pieces[drawn[j].tokens.clamp(0, self._vocab_size - 1), 0])
-        seen += next_fed.sum(0, dtype=torch.int32)
-        return drafts_of(drawn, asked, self._vocab_size if round_.needs_logits else None)
+        drawn: list[Drawn] = []
+        while True:
+            drawn.append(round_.draw(scored[:, self._words.own], len(drawn), self._words.shared))
+            if (fed := turns.next(drawn[-1])) is None:
+                return drafts_of(drawn, turns, self._vocab_size if round_.needs_logits else None)
+            scored = after(self._words.pieces[drawn[-1].tokens.clamp(0, self._vocab_size - 1), 0], fed)
+            seen += fed
 
     def _as_text(self, round_: Round, own: torch.Tensor, limits: torch.Tensor) -> Drafts:
         """Own tokens ``[n,k]`` as certain drafts; their keys are not used again, since the target may cut the text elsewhere."""

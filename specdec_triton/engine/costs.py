@@ -21,6 +21,7 @@ from specdec_triton.sampling import MAX_DRAFT_TOKENS
 
 ROW_COST, DRAFT_COST = 0.05, 0.1  # guesses: shares of a pass of one row
 PROBING = 0.005  # of the time
+_DOUBT = 2.0  # the next draft is less likely than those before it, and a pass is worth more than one token already
 _SHORTEST_WAIT = 8.0  # a row that seems free may not be so on top of others
 
 
@@ -32,11 +33,13 @@ class Curve(NamedTuple):
         draft: float32 ``[]``, seconds of a drafting pass: one more draft for each request.
         wait: rounds between probes, drafts of one token to see whether drafting pays again, that spend ``PROBING`` of the
             time; infinite if not even drafts that are always right would pay.
+        worth: the chance that a request's drafts are all right from which on one more is worth what it takes.
     """
 
     target: torch.Tensor
     draft: torch.Tensor
     wait: float
+    worth: float = 0.0
 
 
 class CostModel:
@@ -80,6 +83,7 @@ class CostModel:
                 upload(torch.from_numpy(target), torch.float32, self._device),
                 upload(torch.tensor(draft), torch.float32, self._device),
                 usual_wait(n, target, draft),
+                float(_DOUBT * (draft + target[n] - target[0]) / target[0]),
             )
         return self._curves[n]
 

@@ -171,17 +171,19 @@ class Rounds:
         if k == 0:
             return wanted, nothing(lens)
         params = s.params(slice(n), shape.has_filters, shape.has_typical)
+        worth = self.costs.curve(n).worth if shape.adaptive and self._reads and not self._session.free else 0.0
         round_ = Round(
             k=k,
             texts=s.texts[:n, : shape.width],
             lens=lens.clone(),
             limits=limits.clone(),
             params=params,
-            draw=self._drawing(shape, params),
+            draw=self._drawing(shape, params, sure=worth > 0),
             branch=self._branching(shape, params) if trees else None,
             draw_from=self._drawing_unwritten(shape, params),
             needs_logits=any(method in ops.BY_PROBABILITY for method in shape.methods),
             reads=self._reads,
+            worth=worth,
         )
         try:
             with self._phases("draft"):
@@ -260,8 +262,9 @@ class Rounds:
             check_tensor(f"{name}.lse", drafts.lse, (n, given), self._slots.lens)
             require(drafts.lse.dtype == torch.float32, f"{name}.lse", "float32", drafts.lse.dtype)
 
-    def _drawing(self, shape: Shape, params: ops.SamplingBatch) -> Draw:
-        """Draws a draft with the noise of each request's method, under its rules."""
+    def _drawing(self, shape: Shape, params: ops.SamplingBatch, sure: bool) -> Draw:
+        """Draws a draft with the noise of each request's method, under its rules; ``sure``: and says how sure the drafter is."""
+        free_of_doubt = self._slots.fixed[: shape.rows] | (params.temperature > 0)  # get as many as they may have
         before: list[torch.Tensor] = []
 
         def one(method: str, logits: torch.Tensor, j: int) -> Any:
@@ -274,7 +277,7 @@ class Rounds:
                 tokens, lse = one(
                     "greedy", logits, j
                 )  # noise and rules know ids; the largest is the largest among few, too
-                return Drawn(ids[tokens], lse, None)
+                return Drawn(ids[tokens], lse, None, chance(logits, tokens, lse))
             logits = spread(logits, ids, self._target.vocab_size)
             if shape.rules:
                 logits = self._judge.draft_logits(shape, logits, before[:j])
@@ -284,7 +287,13 @@ class Rounds:
                 mine = self._slots.methods[: shape.rows] == ops.METHODS.index(method)
                 tokens = torch.where(mine, others, tokens)
             before[j:] = [tokens]
-            return Drawn(tokens, lse, logits)
+            return Drawn(tokens, lse, logits, chance(logits, tokens, lse))
+
+        def chance(logits: torch.Tensor, tokens: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
+            if not sure:
+                return None
+            own = (logits.gather(1, tokens[:, None])[:, 0].float() - lse).exp()
+            return torch.where(free_of_doubt, 1.0, own)
 
         return draw
 
