@@ -12,6 +12,7 @@ from specdec_triton import (
     Cascade,
     DynamicTree,
     EagleDrafter,
+    LayerSkip,
     MedusaDrafter,
     NoDraft,
     SamplingParams,
@@ -191,6 +192,16 @@ def test_refusals(tmp_path):
     windowed = toy_model("gemma3_text", hidden_size=WIDTH, num_hidden_layers=6, sliding_window=16)
     with pytest.raises(UnsupportedModelError, match="sliding window of 16 tokens"):
         SpeculativeDecoder(windowed, EagleDrafter(eagle, tree=[0, 1]))
+
+
+def test_costs_are_kept_by_drafter(tmp_path):
+    """A head's passes are not those of a free drafter, nor of another head: costs that were measured for one are no other's."""
+    model = target()
+    drafters = drafters_in(tmp_path, model)
+    wide = save(tmp_path / "wide", eagle_tensors(model), CONFIG)
+    drafters |= {"free": SuffixDrafter(), "wide": EagleDrafter(wide), "skip": LayerSkip(3), "more": LayerSkip(4)}
+    keys = {name: str(SpeculativeDecoder(model, drafter)._warmup._key()) for name, drafter in drafters.items()}
+    assert len(set(keys.values())) == len(keys), keys
 
 
 def test_numbers_that_are_not_finite(tmp_path):

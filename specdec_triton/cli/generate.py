@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from specdec_triton.cli.common import PROGRAM, UsageError, integer, note, number, one_line, write
 from specdec_triton.cli.loading import (
-    FREE,
     add_model_arguments,
     check_models,
     load_drafter,
     load_target,
     pick_device,
     quiet_transformers,
+    split_draft,
 )
 from specdec_triton.cli.stream import TextStream, decode
 from specdec_triton.sampling import MAX_LOGPROBS, SamplingParams
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adaptive",
         action=argparse.BooleanOptionalAction,
-        help="draft fewer than K tokens, or none, where more would not pay (default: with ngram and suffix drafts)",
+        help="draft fewer than K tokens, or none, where more would not pay (default: with all but a draft MODEL)",
     )
     add_model_arguments(parser)
     group = parser.add_argument_group("sampling")
@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
         ids = encode(tokenizer, prompt, args.chat, args.system)
         target = load_target(args, device)
         drafter = load_drafter(args, device, target, tokenizers)
-        adaptive = args.draft in FREE if args.adaptive is None else args.adaptive
+        _, kind, _ = split_draft(args.draft)
+        adaptive = kind != "model" if args.adaptive is None else args.adaptive
         decoder = make_decoder(target, drafter, args.num_draft_tokens, adaptive, tokenizer)
     settings = {
         "target": args.target,

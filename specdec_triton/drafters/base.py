@@ -128,7 +128,8 @@ class DraftSession(ABC):
         max_len: texts longer than this get no drafts; None: no limit.
         seen: int32 ``[slots]``, how much of each text the session has processed; a request of which more than ``reach``
             tokens are missing gets no drafts until :meth:`extend` has made up for it. None: it needs no preparation.
-        adapter: of a second model, if there is one.
+        adapter: of a second model, if there is one. costs_like: if there is none, what the time of drafting depends on, in words: measured
+            costs are kept by it; empty: drafts are free.
         taps: hidden states of the target that :meth:`see` is shown, after how many layers each; see
             :class:`~specdec_triton.taps.Taps`.
         reach: how many missing tokens :meth:`propose` makes up for by itself.
@@ -141,6 +142,7 @@ class DraftSession(ABC):
     max_len: int | None = None
     seen: torch.Tensor | None = None
     adapter: ModelAdapter | None = None
+    costs_like: str = ""
     taps: tuple[int, ...] = ()
     reach: int = 2
     trees: bool = False

@@ -55,7 +55,7 @@ class _Session(DraftSession):
         self._vocab_size = vocab_size
         last = sessions[-1]
         self.silent = all(session.silent for session in sessions)
-        self.free, self.adapter = last.free, last.adapter
+        self.free, self.adapter, self.costs_like = last.free, last.adapter, last.costs_like
         self.taps, self.reach, self.memory = last.taps, last.reach, last.memory
         self.trees, self.level = last.trees, last.level
         self.seen = last.seen

@@ -126,6 +126,8 @@ class _Session(DraftSession):
         self.max_len = target.max_len
         with torch.inference_mode(False):
             self.seen = torch.zeros(options.slots, dtype=torch.int32, device=device)
+        ids = self._vocab_size if head.ids is None else len(head.ids)
+        self.costs_like = f"EAGLE head, {head.out.out_features} wide, {ids} ids, {tree}"
         self._states = LastStates(options.slots, self.memory, head.out.out_features, head.dtype, device)
 
     def _new_cache(self, slots: int, page_size: int, num_pages: int, max_tokens: int | None = None) -> KVCache:

@@ -85,6 +85,7 @@ class _Session(DraftSession):
     def __init__(self, target: ModelAdapter, skip: frozenset[int], cache: KVCache, options: SessionOptions) -> None:
         self._target = target
         self._skip = skip
+        self.costs_like = f"the target without its layers {sorted(skip)}"
         self._cache = cache
         self._columns = Columns(cache, options, fixed_shapes=target.fixed_shapes)
         self.max_len = target.max_len

@@ -87,6 +87,7 @@ class _Session(DraftSession):
         self._heads = heads
         self._tree = tree
         self.trees = tree is not None
+        self.costs_like = f"Medusa heads, {target.hidden_size} wide, {target.vocab_size} ids"
         if tree is not None:
             self.level = level_of(tree, options.max_drafts)
         self._vocab_size = target.vocab_size

@@ -152,10 +152,10 @@ class TranslatedSession(DraftSession):
         drawn: list[Drawn] = []
         while True:
             drawn.append(round_.draw(scored[:, self._words.own], len(drawn), self._words.shared))
-            if (fed := turns.next(drawn[-1])) is None:
+            if (fed_next := turns.next(drawn[-1])) is None:
                 return drafts_of(drawn, turns, self._vocab_size if round_.needs_logits else None)
-            scored = after(self._words.pieces[drawn[-1].tokens.clamp(0, self._vocab_size - 1), 0], fed)
-            seen += fed
+            scored = after(self._words.pieces[drawn[-1].tokens.clamp(0, self._vocab_size - 1), 0], fed_next)
+            seen += fed_next
 
     def _as_text(self, round_: Round, own: torch.Tensor, limits: torch.Tensor) -> Drafts:
         """Own tokens ``[n,k]`` as certain drafts; their keys are not used again, since the target may cut the text elsewhere."""

@@ -71,5 +71,8 @@ class Warmup:
     def _key(self) -> dict[str, Any]:
         loop = self._loop
         return cost_files.fingerprint(
-            loop.target, loop.session.adapter, exact=self._exact is not False, backend=self._backend
+            loop.target,
+            loop.session.adapter or loop.session.costs_like or None,
+            exact=self._exact is not False,
+            backend=self._backend,
         )
