@@ -243,9 +243,9 @@ def test_a_captured_round_reads_the_decoders_own_buffers():
     loop = decoder._loop
     known = [*device_like().model.parameters(), *device_like().model.buffers(), loop.cache.block_table]
     known += [loop._slots.texts, loop._slots.stop_ids, *loop._slots.columns.values(), loop.rounds._report]
-    known += [loop.rounds._steps, loop.rounds._zeros]
+    known += [loop.rounds._steps, loop.rounds._zeros, loop.rounds._proposals._steps]
     known += [pool for i in range(2) for pool in loop.cache.layer(i)]
-    known += [x for x in vars(loop.rounds._controller).values() if isinstance(x, torch.Tensor)]
+    known += [x for x in vars(loop._controllers[0]).values() if isinstance(x, torch.Tensor)]
     known += [x for n in (1, 2, 4, 8) for x in loop.rounds.costs.curve(n)[:2]]
     addresses = {(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in known}
     graphs = list(loop._graphs._graphs.values())

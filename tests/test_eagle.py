@@ -161,7 +161,7 @@ def test_drafting_ends_where_it_is_not_worth_it(tmp_path):
         return drafts
 
     session.propose = watched
-    decoder._loop.rounds._plan = lambda shape, limits: limits
+    decoder._loop.rounds._proposals._plan = lambda index, shape, limits, given: limits
     outs = decoder.generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=30))
     assert [out.token_ids for out in outs] == [plain_greedy(model, prompt, 30) for prompt in PROMPTS]
     lengths = set()

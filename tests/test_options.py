@@ -185,7 +185,37 @@ def looked_up(text, **options):
     return drafts.tokens[0, 0].item() if drafts.lens.item() else None
 
 
+def drafted_by(**options):
+    """The drafts of a small model with another tokenizer."""
+    from test_translation import DRAFT, TARGET, Greedy, Words
+
+    words = {"tokenizer": Words(DRAFT), "target_tokenizer": Greedy(TARGET)} | options
+    drafter = DraftModel(toy_model(vocab_size=60, seed=1), **words)
+    decoder = SpeculativeDecoder(toy_model(), drafter, num_draft_tokens=3, adaptive=False)
+    session, seen = decoder._loop.session, []
+    propose = session.propose
+
+    def watched(round_):
+        drafts = propose(round_)
+        seen.append(drafts.tokens[0, : int(drafts.lens[0])].tolist())
+        return drafts
+
+    session.propose = watched
+    decoder.generate([[5, 17, 3]], SamplingParams(temperature=0, max_new_tokens=8))
+    return seen
+
+
+def of_other_words(name):
+    from test_translation import DRAFT, TARGET, Greedy, Words
+
+    other = Words([DRAFT[0], *DRAFT[:0:-1]]) if name == "tokenizer" else Greedy([TARGET[0], *TARGET[:0:-1]])
+    return drafted_by() != drafted_by(**{name: other})
+
+
 DRAFTERS = {
+    "DraftModel.tokenizer": lambda: of_other_words("tokenizer"),
+    "DraftModel.target_tokenizer": lambda: of_other_words("target_tokenizer"),
+    "DraftModel.match": lambda: drafted_by(match="text") != drafted_by(),
     "PromptLookup.max_ngram": lambda: [looked_up([1, 2, 9, 3, 2, 8, 1, 2], max_ngram=n) for n in (1, 2)] == [8, 9],
     "PromptLookup.min_ngram": lambda: [looked_up([1, 2, 9, 3, 2], min_ngram=n) for n in (1, 2)] == [9, None],
     "DraftModel.model": lambda: output(drafter=DraftModel(target().model), adaptive=False).stats.acceptance_rate == 1.0,

@@ -134,6 +134,8 @@ class DraftSession(ABC):
             :class:`~specdec_triton.taps.Taps`.
         reach: how many missing tokens :meth:`propose` makes up for by itself.
         trees: whether it drafts trees where :attr:`Round.branch` is given. level: the drafts that it makes in a pass of its own, 1 but for trees.
+        parts: sessions that a decoder that may read values asks one after the other in place of this one, each for those for whom those before
+            it found nothing; everything else is told this one.
         memory: how many missing tokens :meth:`extend` can make up for, since it needs to have seen their hidden states; None: any number.
     """
 
@@ -147,6 +149,7 @@ class DraftSession(ABC):
     reach: int = 2
     trees: bool = False
     level: int = 1
+    parts: tuple[DraftSession, ...] = ()
     memory: int | None = None
 
     @property

@@ -44,7 +44,11 @@ class Cascade(Drafter):
             require(
                 first, "drafters", "ordered so that only the last costs something", f"{type(drafter).__name__} earlier"
             )
-        return _Session(sessions, target.vocab_size)
+        session = _Session(sessions, target.vocab_size)
+        if not sessions[-1].free and len(sessions) > 1:
+            free = sessions[0] if len(sessions) == 2 else _Session(sessions[:-1], target.vocab_size)
+            session.parts = (free, sessions[-1])
+        return session
 
 
 class _Session(DraftSession):
@@ -105,33 +109,35 @@ class _Session(DraftSession):
                 break
             k = min(round_.k, int(left.max())) if round_.reads else round_.k
             found = session.propose(replace(round_, k=k, lens=round_.lens.clone(), limits=left.clone()))
-            chosen = self._joined(chosen, found, round_.needs_logits)
+            chosen = joined(chosen, found, self._vocab_size, needs_logits=round_.needs_logits)
             left = torch.where(chosen.lens > 0, 0, left)
         return chosen
 
-    def _joined(self, first: Drafts, second: Drafts, needs_logits: bool) -> Drafts:
-        """The drafts of both; nobody has some of each."""
-        if first.tokens.shape[1] == 0:
-            return second
-        needs_logits = needs_logits and second.parents is None
-        width = max(first.tokens.shape[1], second.tokens.shape[1])
-        a, b = (_widened(drafts, width, self._vocab_size, needs_logits) for drafts in (first, second))
-        mine = a.lens > 0
-        joined = Drafts(
-            torch.where(mine[:, None], a.tokens, b.tokens), torch.where(mine, a.lens, b.lens), failed=b.failed
-        )
-        if second.parents is not None:
-            assert b.parents is not None
-            joined.parents = torch.where(mine[:, None], chain_parents(joined.tokens), b.parents)
-            return joined  # of certain drafts
-        if needs_logits:
-            assert a.logits is not None
-            assert b.logits is not None
-            assert a.lse is not None
-            assert b.lse is not None
-            joined.logits = torch.where(mine[:, None, None], a.logits, b.logits)
-            joined.lse = torch.where(mine[:, None], a.lse, b.lse)
-        return joined
+
+def joined(first: Drafts, second: Drafts, vocab_size: int, *, needs_logits: bool) -> Drafts:
+    """The drafts of both; nobody has some of each."""
+    if first.tokens.shape[1] == 0:
+        return second
+    needs_logits = needs_logits and second.parents is None
+    width = max(first.tokens.shape[1], second.tokens.shape[1])
+    a, b = (_widened(drafts, width, vocab_size, needs_logits) for drafts in (first, second))
+    mine = a.lens > 0
+    tokens, lens = torch.where(mine[:, None], a.tokens, b.tokens), torch.where(mine, a.lens, b.lens)
+    both = Drafts(tokens, lens, failed=b.failed, foreign=_either(a.foreign, b.foreign))
+    if b.parents is not None:
+        both.parents = torch.where(mine[:, None], chain_parents(tokens), b.parents)
+    elif needs_logits:
+        assert a.logits is not None
+        assert b.logits is not None
+        assert a.lse is not None
+        assert b.lse is not None
+        both.logits = torch.where(mine[:, None, None], a.logits, b.logits)
+        both.lse = torch.where(mine[:, None], a.lse, b.lse)
+    return both
+
+
+def _either(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return a if b is None else b if a is None else a | b
 
 
 def _widened(drafts: Drafts, width: int, vocab_size: int, needs_logits: bool) -> Drafts:

@@ -36,6 +36,25 @@ MARGIN = 0.1
 SHORT = 1 / 8  # of the usual wait, after a probe that succeeded
 
 
+class Controllers(tuple["Controller", ...]):
+    """One for each source of drafts."""
+
+    def reset(self, slot: int) -> None:
+        """A new request has the slot."""
+        for controller in self:
+            controller.reset(slot)
+
+    def restart(self) -> None:
+        """Forget what was seen of all requests: the next ones are decoded as the first ones were."""
+        for controller in self:
+            controller.restart()
+
+    def move(self, src: int, dst: int) -> None:
+        """The request of slot src goes to slot dst."""
+        for controller in self:
+            controller.move(src, dst)
+
+
 class Controller:
     """Plans K for the requests of a round, in tensor operations alone; all state is updated in place.
 

@@ -17,7 +17,7 @@ import torch
 
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters import Drafter, SessionOptions
-from specdec_triton.engine.controller import Controller
+from specdec_triton.engine.controller import Controller, Controllers
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.details import COLUMNS as DETAILS
 from specdec_triton.engine.details import decoded
@@ -26,9 +26,10 @@ from specdec_triton.engine.graphs import graphs_for
 from specdec_triton.engine.host_rules import HostRules, end_of_text
 from specdec_triton.engine.notices import Notices
 from specdec_triton.engine.phases import Phases
+from specdec_triton.engine.proposals import DrafterError, sources_of
 from specdec_triton.engine.request import RequestHandle
 from specdec_triton.engine.results import ResultRing, Ticket
-from specdec_triton.engine.round import COLUMNS, DrafterError, Rounds
+from specdec_triton.engine.round import COLUMNS, Rounds
 from specdec_triton.engine.scheduler import PREFILL_CHUNK, Scheduler
 from specdec_triton.engine.shapes import Shape, Shapes
 from specdec_triton.engine.slots import ERROR, LENGTH, STOP, Slots
@@ -81,9 +82,15 @@ class Loop:
         self.session = self.drafting.session
         self._silenced = not self.drafting.on  # the requests know that nobody drafts
         self._slots = Slots(max_batch_size, width or 0, target.vocab_size, device)
-        level = self.session.level
-        self._controller = Controller(
-            max_batch_size, MAX_DRAFT_TOKENS // level, device, packed=not target.fixed_shapes, level=level
+        self._controllers = Controllers(
+            Controller(
+                max_batch_size,
+                max(MAX_DRAFT_TOKENS // source.level, 1),
+                device,
+                packed=not target.fixed_shapes,
+                level=source.level,
+            )
+            for source in sources_of(self.session, reads=not target.fixed_shapes)
         )
         self._phases = Phases(device)
         self.passes = ExactPasses(target, exact, self._notices.inexact)
@@ -101,13 +108,13 @@ class Loop:
             self.session,
             self.cache,
             self._slots,
-            self._controller,
+            self._controllers,
             CostModel(draft={} if self.session.free else None, device=device),
             self.passes,
             backend,
             self._phases,
         )
-        self.scheduler = Scheduler(self.cache, self._slots, self.drafting, self._controller, max_batch_size)
+        self.scheduler = Scheduler(self.cache, self._slots, self.drafting, self._controllers, max_batch_size)
         sizes = max_batch_size.bit_length() + 1
         self._graphs = graphs_for(
             device, limit=max(64, 2 * sizes * (num_draft_tokens + 1)), failed=self._notices.uncaptured
@@ -151,7 +158,7 @@ class Loop:
         self._phases.collect()
         if not self.scheduler.busy:  # from here on the same requests are decoded alike again, whatever came before
             self._read(0)
-            self._controller.restart()
+            self._controllers.restart()
             self._last_wanted = None
         self._notices.give()
         return self.scheduler.busy

@@ -8,30 +8,26 @@ free (on a CPU) the same code narrows its shapes to what the values ask for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from specdec_triton import ops
-from specdec_triton._checks import check_tensor, require
 from specdec_triton.adapter import ModelAdapter
-from specdec_triton.drafters import Drafts, DraftSession, Round
-from specdec_triton.drafters.base import Branch, Children, Draw, Drawn, nothing, spread
-from specdec_triton.engine.controller import Controller
+from specdec_triton.drafters import Drafts, DraftSession
+from specdec_triton.drafters.base import nothing
+from specdec_triton.engine.controller import Controllers
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.engine.details import Details
+from specdec_triton.engine.drawing import Drawing
 from specdec_triton.engine.host_rules import HostRules
 from specdec_triton.engine.judge import Judge, Verdict
 from specdec_triton.engine.phases import Phases
+from specdec_triton.engine.proposals import DrafterError, Proposals
 from specdec_triton.engine.shapes import Shape
 from specdec_triton.engine.slots import ERROR, LENGTH, RUNNING, STOP, Slots
 from specdec_triton.exactness import ExactPasses
 from specdec_triton.head import Head
 from specdec_triton.kv_cache import KVCache
 from specdec_triton.ops.head import METHODS as HEAD_METHODS
-from specdec_triton.reference.logits import over_temperature
-from specdec_triton.reference.noise import Stream, gumbel
 from specdec_triton.sampling import MAX_DRAFT_TOKENS
 from specdec_triton.taps import Taps
 from specdec_triton.trees import Lineage, lineage
@@ -48,10 +44,6 @@ COLUMNS = (
 )  # of a report, before its tokens
 
 
-class DrafterError(Exception):
-    """The drafter raised its cause, or did not keep to the protocol. The round has changed nothing."""
-
-
 class Rounds:
     """Runs rounds over the slots."""
 
@@ -61,7 +53,7 @@ class Rounds:
         session: DraftSession,
         cache: KVCache,
         slots: Slots,
-        controller: Controller,
+        controllers: Controllers,
         costs: CostModel,
         passes: ExactPasses,
         backend: str | None,
@@ -71,13 +63,13 @@ class Rounds:
         self._session = session
         self._cache = cache
         self._slots = slots
-        self._controller = controller
-        self.costs = costs
         self._passes = passes
         self._backend = backend
         self._phases = phases
         self._reads = not target.fixed_shapes
         self._judge = Judge(slots, backend, reads=self._reads)
+        drawing = Drawing(slots, self._judge, backend, reads=self._reads)
+        self._proposals = Proposals(session, slots, drawing, controllers, costs, phases, reads=self._reads)
         self.taps = Taps(target.model, session.taps) if session.taps else None
         self.details = Details(slots, reads=self._reads)
         columns = len(COLUMNS) + MAX_DRAFT_TOKENS + 1
@@ -85,6 +77,15 @@ class Rounds:
             self._report = torch.zeros(len(slots.lens), columns, dtype=torch.int64, device=target.device)
             self._steps = torch.arange(MAX_DRAFT_TOKENS + 1, dtype=torch.int32, device=target.device)
             self._zeros = torch.zeros_like(slots.lens)
+
+    @property
+    def costs(self) -> CostModel:
+        """What passes cost."""
+        return self._proposals.costs
+
+    @costs.setter
+    def costs(self, costs: CostModel) -> None:
+        self._proposals.costs = costs
 
     def report(self, rows: slice, k: int) -> torch.Tensor:
         """What the last round of these slots did: int64 ``[rows, len(COLUMNS) + K+1]``."""
@@ -99,7 +100,8 @@ class Rounds:
         """
         rows = slice(shape.rows)
         lens = torch.where(self._slots.live[rows], self._slots.lens[rows], 0)
-        wanted, drafts = self._draft(shape, lens, trees=host is None and not shape.rules)
+        proposed = self._proposals.ask(shape, lens, trees=host is None and not shape.rules)
+        drafts = proposed.drafts
         packed = host is None and self._packs(drafts)
         counts = torch.where(lens > 0, drafts.lens + 1, 0)
         head = self._head_of(shape, drafts, host)
@@ -111,11 +113,9 @@ class Rounds:
         if tree is not None:
             self._keep_path(shape, lens, verdict)
             longest = tree.depth.masked_fill(self._steps[: tree.depth.shape[1]] > longest[:, None], 0).amax(1)
-        drafted, accepted = self._commit(rows, shape, drafts, verdict, longest, wanted)
-        if shape.adaptive and not (self._reads and drafts.tokens.shape[1] == 0):  # of no drafts nothing is learnt
-            # A drafter that has to catch up first has not been heard yet.
-            asked = self._levels(wanted.clamp(max=shape.k)) if self._session.seen is None else None
-            self._controller.update(shape.rows, drafted, accepted, asked)
+        drafted, accepted = self._commit(rows, shape, drafts, verdict, longest, proposed.wanted)
+        if shape.adaptive:
+            self._proposals.learn(shape, proposed, drafted, accepted)
 
     def _tree(self, rows: slice, lens: torch.Tensor, parents: torch.Tensor) -> Lineage:
         """Nodes behind the text's end, which nobody will be given, stay at positions of the text."""
@@ -144,192 +144,6 @@ class Rounds:
         drafts = nothing(self._slots.lens[rows])
         verdict = self._decide(rows, shape, drafts, logits, None, host)
         self._commit(rows, shape, drafts, verdict, drafts.lens, self._slots.limits[rows])
-
-    # Draft.
-
-    def _draft(self, shape: Shape, lens: torch.Tensor, trees: bool) -> tuple[torch.Tensor, Drafts]:
-        """How many drafts each request would like, and the drafts.
-
-        Args:
-            lens: int32 ``[n]``, 0 for a slot at rest. trees: whether they may be trees.
-        """
-        s, n = self._slots, shape.rows
-        if shape.limit == 0:
-            return torch.zeros_like(lens), nothing(lens)
-        room = s.ends[:n] - lens - 1
-        if self._session.max_len is not None:
-            room = torch.minimum(room, (self._session.max_len - lens).clamp(min=0))
-        if trees and self._session.trees:  # a path is cut off where it leads out of the text
-            room = torch.where(room > 0, shape.limit, room)
-        wanted = torch.minimum(s.limits[:n], room) * s.live[:n]
-        # Free drafts are asked for first and then chosen among: those that are found may not be those that were hoped for.
-        choosing = shape.adaptive and self._reads and self._session.free
-        if shape.adaptive and not choosing:
-            wanted = self._plan(shape, wanted)
-        limits = wanted.clamp(max=shape.k)
-        k = min(shape.k, int(limits.max())) if self._reads else shape.k
-        if k == 0:
-            return wanted, nothing(lens)
-        params = s.params(slice(n), shape.has_filters, shape.has_typical)
-        worth = self.costs.curve(n).worth if shape.adaptive and self._reads and not self._session.free else 0.0
-        round_ = Round(
-            k=k,
-            texts=s.texts[:n, : shape.width],
-            lens=lens.clone(),
-            limits=limits.clone(),
-            params=params,
-            draw=self._drawing(shape, params, sure=worth > 0),
-            branch=self._branching(shape, params) if trees else None,
-            draw_from=self._drawing_unwritten(shape, params),
-            needs_logits=any(method in ops.BY_PROBABILITY for method in shape.methods),
-            reads=self._reads,
-            worth=worth,
-        )
-        try:
-            with self._phases("draft"):
-                drafts = self._session.propose(round_)
-            self._check(drafts, n, k, trees)
-        except Exception as error:
-            raise DrafterError from error
-        self._cut(drafts, limits)
-        if choosing and drafts.tokens.shape[1] > 0 and bool(drafts.lens.any()):
-            wanted = drafts.lens = self._plan(shape, drafts.lens)
-        return wanted, self._slim(drafts)
-
-    def _plan(self, shape: Shape, limits: torch.Tensor) -> torch.Tensor:
-        """How many drafts each request gets of the most that it may have, int32 ``[n]``."""
-        s, n, level = self._slots, shape.rows, self._session.level
-        most = min(-(-shape.limit // level), self._controller.max_k)
-        levels = self._controller.plan(n, self._levels(limits), s.fixed[:n], self.costs.curve(n), most, s.live[:n])
-        return torch.minimum(levels * level, limits)
-
-    def _levels(self, drafts: torch.Tensor) -> torch.Tensor:
-        """Of trees the levels that so many drafts make; of chains they are the drafts."""
-        level = self._session.level
-        return drafts if level == 1 else (drafts + level - 1) // level
-
-    def _cut(self, drafts: Drafts, limits: torch.Tensor) -> None:
-        """Shorten drafts to their limits, and to what lies before an id outside the vocabulary, which is never verified."""
-        width = drafts.tokens.shape[1]
-        if width == 0:
-            return
-        foreign = (drafts.tokens < 0) | (drafts.tokens >= self._target.vocab_size)
-        first_foreign = torch.where(foreign, self._steps[:width], width).amin(1)
-        lens = torch.minimum(drafts.lens, limits)
-        drafts.lens = torch.minimum(lens, first_foreign)
-        drafts.foreign = drafts.lens < lens
-        if drafts.parents is not None:  # those of nodes that do not exist may be anything
-            step = self._steps[:width]
-            drafts.parents = torch.where(step < drafts.lens[:, None], drafts.parents, 0).clamp(min=0).minimum(step)
-
-    def _slim(self, drafts: Drafts) -> Drafts:
-        """Without the columns that nobody drafted, where that may be known."""
-        width = drafts.tokens.shape[1]
-        if width == 0 or not self._reads or width == (k := int(drafts.lens.max())):
-            return drafts
-        return drafts.first(k)
-
-    def _check(self, drafts: Drafts, n: int, k: int, trees: bool) -> None:
-        """Raises ValueError, naming the session, for what is not as :class:`Drafts` promises."""
-        session = type(self._session)
-        name = f"{session.__module__.rsplit('.', 1)[-1]}.{session.__qualname__}'s drafts"
-        require(isinstance(drafts, Drafts), name, "Drafts", type(drafts).__name__)
-        check_tensor(f"{name}.tokens", drafts.tokens, (n, None), self._slots.lens)
-        check_tensor(f"{name}.lens", drafts.lens, (n,), self._slots.lens)
-        given = drafts.tokens.shape[1]
-        require(given <= k, f"{name}.tokens", f"at most {k} columns", given)
-        require(drafts.tokens.dtype == torch.int64, f"{name}.tokens", "int64", drafts.tokens.dtype)
-        require(drafts.lens.dtype == torch.int32, f"{name}.lens", "int32", drafts.lens.dtype)
-        if self._reads and n:
-            low, high = (int(x) for x in drafts.lens.aminmax())
-            require(low >= 0 and high <= given, f"{name}.lens", f"from 0 to {given}", [low, high])
-        if drafts.parents is not None:
-            require(trees and drafts.logits is None, name, "certain where they are trees, and chains where", "other")
-            check_tensor(f"{name}.parents", drafts.parents, (n, given), self._slots.lens)
-            require(drafts.parents.dtype == torch.int64, f"{name}.parents", "int64", drafts.parents.dtype)
-            if self._reads:
-                exists = self._steps[:given] < drafts.lens[:, None]
-                fits = ((drafts.parents >= 0) & (drafts.parents <= self._steps[:given])) | ~exists
-                require(bool(fits.all()), f"{name}.parents", "nodes before their children", drafts.parents.tolist())
-        if drafts.failed is not None:
-            check_tensor(f"{name}.failed", drafts.failed, (n,), self._slots.lens)
-        if drafts.logits is not None:
-            check_tensor(f"{name}.logits", drafts.logits, (n, given, self._target.vocab_size), self._slots.lens)
-            floating = drafts.logits.is_floating_point()
-            require(floating, f"{name}.logits", "of a floating dtype", drafts.logits.dtype)
-        if drafts.lse is not None:
-            require(drafts.logits is not None, f"{name}.lse", "given together with logits", "alone")
-            check_tensor(f"{name}.lse", drafts.lse, (n, given), self._slots.lens)
-            require(drafts.lse.dtype == torch.float32, f"{name}.lse", "float32", drafts.lse.dtype)
-
-    def _drawing(self, shape: Shape, params: ops.SamplingBatch, sure: bool) -> Draw:
-        """Draws a draft with the noise of each request's method, under its rules; ``sure``: and says how sure the drafter is."""
-        free_of_doubt = self._slots.fixed[: shape.rows] | (params.temperature > 0)  # get as many as they may have
-        before: list[torch.Tensor] = []
-
-        def one(method: str, logits: torch.Tensor, j: int) -> Any:
-            # Coupled drafts have the noise of their position, which the target will use as well.
-            at, node = (params.after(j), None) if method == "coupled" else (params, j)
-            return ops.sample(logits, params=at, return_lse=True, node=node, backend=self._backend)
-
-        def draw(logits: torch.Tensor, j: int, ids: torch.Tensor | None = None) -> Drawn:
-            if ids is not None and shape.methods == ("greedy",) and not shape.rules:
-                tokens, lse = one(
-                    "greedy", logits, j
-                )  # noise and rules know ids; the largest is the largest among few, too
-                return Drawn(ids[tokens], lse, None, chance(logits, tokens, lse))
-            logits = spread(logits, ids, self._target.vocab_size)
-            if shape.rules:
-                logits = self._judge.draft_logits(shape, logits, before[:j])
-            tokens, lse = one(shape.methods[0], logits, j)
-            for method in shape.methods[1:]:
-                others, lse = one(method, logits, j)
-                mine = self._slots.methods[: shape.rows] == ops.METHODS.index(method)
-                tokens = torch.where(mine, others, tokens)
-            before[j:] = [tokens]
-            return Drawn(tokens, lse, logits, chance(logits, tokens, lse))
-
-        def chance(logits: torch.Tensor, tokens: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
-            if not sure:
-                return None
-            own = (logits.gather(1, tokens[:, None])[:, 0].float() - lse).exp()
-            return torch.where(free_of_doubt, 1.0, own)
-
-        return draw
-
-    def _branching(self, shape: Shape, params: ops.SamplingBatch) -> Branch:
-        """Ranks the children of nodes of a tree."""
-        draws = shape.methods != ("greedy",)
-
-        def branch(logits: torch.Tensor, j: int, count: int, ids: torch.Tensor | None = None) -> Children:
-            scores = logits.float()
-            if draws:  # each request's noise at that position is the same behind all of its nodes
-                at = torch.zeros_like(params.seed)
-                noise = gumbel(params.seed, params.position + j, at, Stream.COUPLED, self._target.vocab_size)
-                noise = noise[:, : logits.shape[-1]] if ids is None else noise[:, ids]
-                noise = noise.masked_fill(params.temperature[:, None] <= 0, 0.0)
-                temperatures = params.temperature.repeat_interleave(scores.shape[1])
-                scores = over_temperature(scores.flatten(0, 1), temperatures).view_as(scores) + noise[:, None]
-            best, lse = scores.topk(count, -1), scores.logsumexp(-1, keepdim=True)
-            log_probs = (best.values - lse).masked_fill(lse == float("-inf"), float("-inf"))  # nothing is possible
-            return Children(best.indices if ids is None else ids[best.indices], log_probs)
-
-        return branch
-
-    def _drawing_unwritten(
-        self, shape: Shape, params: ops.SamplingBatch
-    ) -> Callable[[Head, torch.Tensor, int], Drawn] | None:
-        """Draws a draft from what a head is given; None where rows of logits are needed."""
-        (method, *others) = shape.methods
-        if self._reads or others or shape.rules or shape.has_filters or method in ops.BY_PROBABILITY:
-            return None
-
-        def draw(head: Head, hidden: torch.Tensor, j: int) -> Drawn:
-            at, node = (params.after(j), None) if method == "coupled" else (params, j)
-            tokens, lse = head.sample(hidden, params=at, return_lse=True, node=node, backend=self._backend)
-            return Drawn(tokens, lse, None)
-
-        return draw
 
     # Verify.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from specdec_triton.engine.controller import Controller
+from specdec_triton.engine.controller import Controllers
 from specdec_triton.engine.drafting import Drafting
 from specdec_triton.engine.request import RequestHandle
 from specdec_triton.engine.slots import Slots
@@ -30,7 +30,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: KVCache, slots: Slots, drafting: Drafting, controller: Controller, max_batch_size: int
+        self, cache: KVCache, slots: Slots, drafting: Drafting, controllers: Controllers, max_batch_size: int
     ) -> None:
         self.chunk = PREFILL_CHUNK
         self.waiting: deque[RequestHandle] = deque()
@@ -38,7 +38,7 @@ class Scheduler:
         self._cache = cache
         self._slots = slots
         self._drafting = drafting
-        self._controller = controller
+        self._controllers = controllers
         self._max_batch_size = max_batch_size
 
     @property
@@ -93,7 +93,7 @@ class Scheduler:
         if not self._cache.can_reserve(slot, wanted, spare=len(self.running)):
             return False
         self._slots.enter(slot, handle)
-        self._controller.reset(slot)
+        self._controllers.reset(slot)
         if handle.saved is not None:
             pages, of_drafter = handle.saved
             self._cache.swap_in(slot, pages)
@@ -155,7 +155,7 @@ class Scheduler:
         if last is handle:
             self._slots.leave(slot)
             return
-        for part in (self._cache, self._drafting, self._slots, self._controller):
+        for part in (self._cache, self._drafting, self._slots, self._controllers):
             part.move(len(self.running), slot)
         self.running[slot] = last
         last.slot = slot
