@@ -7,7 +7,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
+from specdec_triton import Cascade, DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
 from specdec_triton.engine.costs import CostModel
 from specdec_triton.testing import (
     ScriptedDrafter,
@@ -296,3 +296,44 @@ def test_requests_that_draft_are_judged_apart(params, ks):
         (alone,) = decoder("reads", drafter, **options).generate([prompt], one)
         assert out.token_ids == alone.token_ids
         assert (out.stats.drafted_at, out.stats.accepted_at) == (alone.stats.drafted_at, alone.stats.accepted_at)
+
+
+class Costly(ScriptedDrafter):
+    """As if its drafts took passes of a model; ``asked`` counts the rounds in which it drafted."""
+
+    def __init__(self, script):
+        super().__init__(script)
+        self.asked = 0
+
+    def bind(self, target, options):
+        session = super().bind(target, options)
+        session.free, session.costs_like = False, "a script"
+        session.drafting = lambda n: lambda: None
+        propose = session.propose
+
+        def counted(round_):
+            self.asked += 1
+            return propose(round_)
+
+        session.propose = counted
+        return session
+
+
+def test_a_cascades_sources_are_judged_apart():
+    """The free one is always right, on every other token of the text; the costly one always wrong. Only the latter is asked less and less."""
+    model, prompt, new = toy_model(), [5, 17, 3], 90
+    text = prompt + plain_greedy(model, prompt, new)
+    right = always_right([text]).script
+
+    def sometimes(known, limit):
+        return right(known, limit)[:1] if len(known) % 4 < 2 else []
+
+    for wrong, most in ((True, 12), (False, 90)):
+        costly = Costly(always_right([text], offset=int(wrong)).script)
+        decoder = SpeculativeDecoder(toy_adapter(), Cascade([ScriptedDrafter(sometimes), costly]), max_batch_size=1)
+        decoder._loop.rounds.costs = CostModel({(1, 0): 1.0, (1, 4): 1.1}, {1: 0.2})
+        (out,) = decoder.generate([prompt], SamplingParams(temperature=0, max_new_tokens=new))
+        assert prompt + out.token_ids == text
+        assert out.stats.accepted > 15
+        assert costly.asked <= most
+        assert costly.asked > (0 if wrong else 8)
