@@ -242,10 +242,11 @@ class _Session(DraftSession):
         start = torch.minimum(seen, round_.lens).clamp(min=1)  # have been fed; the first token makes no pair
         missing = round_.lens - start
         limits = torch.where((missing >= 1) & (missing <= self.reach), round_.limits, 0)
-        as_tree = self._tree is not None and round_.branch is not None
-        if not as_tree:
-            limits = limits.clamp(max=self._deepest)
-        k = min(round_.k, int(limits.max())) if round_.reads else round_.k
+        k, as_tree = round_.k, self._tree is not None and round_.branch is not None
+        if self._tree is not None and not as_tree:  # a chain as long as the tree's longest path
+            k, limits = min(k, self._deepest), limits.clamp(max=self._deepest)
+        if round_.reads:
+            k = min(k, int(limits.max()))
         if k == 0:
             return nothing(round_.lens)
         table = self._table(rows)
@@ -256,8 +257,6 @@ class _Session(DraftSession):
         seen.copy_(torch.where(going, round_.lens, seen))
         if as_tree:
             return self._grown(round_, k, hidden, limits, table)
-        k = min(k, self._deepest)
-
         turns = Turns(round_, limits, k)
         drawn: list[Drawn] = []
         fed_next: torch.Tensor | None = fed
