@@ -118,8 +118,10 @@ class TableModel(ModelAdapter):
         last_only=False,
         packed=False,
         taps=None,
+        tree=None,
     ):
-        """As :meth:`ModelAdapter.forward`; logits that nobody may read are NaN."""
+        """As :meth:`ModelAdapter.forward`, of chains; logits that nobody may read are NaN."""
+        assert tree is None
         row, given = self._rows(tokens, context_lens, query_lens, last_only)
         return self.table.rows[row[given]] if packed else self.table.rows[row].masked_fill(~given[..., None], NAN)
 

@@ -374,7 +374,6 @@ def test_mistakes_in_the_arguments(capsys, arguments, parts):
         ("words", "mamba", ["MambaForCausalLM", "cannot be decoded"]),
         ("words", "empty", ["the folder has no config.json"]),
         ("words", "no-such/draft", ["no-such/draft"]),
-        ("words", "bytes", ["shares no token"]),
         ("words", "bare-large", ["another vocabulary", "2060"]),
     ],
 )
@@ -388,6 +387,11 @@ def test_a_draft_with_another_tokenizer_is_translated(command, folders):
     status, out, err = command("words", "w1 w2", "--draft", folders["swapped"])
     assert (status, out) == (0, want)
     assert "another vocabulary: id 10 is 'w7' for the target and 'w8' for the draft; what both have is drafted" in err
+    status, out, err = command("words", "w1 w2", "--draft", folders["bytes"])
+    assert (status, out) == (2, "")
+    assert "id 0 is" in err.splitlines()[0]
+    assert err.splitlines()[1].startswith("specdec-triton: error: ")
+    assert "shares no token" in err
 
 
 @pytest.mark.parametrize("reachable", [False, True])

@@ -66,7 +66,7 @@ def command(capsys):
 @pytest.fixture
 def generate(command, target):
     def run(*args):
-        options = ("--dtype", "float32", "--max-new-tokens", 24, "--json")
+        options = ("--dtype", "float32", "--max-new-tokens", 24, "--json", "--no-adaptive")
         status, out, err = command("generate", "--target", target, "w1 w5 w9 w5", *options, *args)
         assert status == 0, err
         return json.loads(out)

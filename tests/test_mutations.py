@@ -30,7 +30,9 @@ from statistics_engine import Request, Setting, TableDrafter
 
 from specdec_triton import NoDraft
 from specdec_triton.drafters.base import drafts_of
+from specdec_triton.engine.drawing import Drawing
 from specdec_triton.engine.judge import Judge
+from specdec_triton.engine.proposals import Proposals
 from specdec_triton.engine.round import Rounds
 from specdec_triton.engine.slots import Slots
 from specdec_triton.head import Head
@@ -109,7 +111,7 @@ NOISE = {
         Edit(JUDGE, "int(Stream.BONUS)", "int(Stream.DRAFT)"),
         Edit(JUDGE, "position, num_accepted, stream)", "position, num_accepted - (~rejected).int(), stream)"),
     ),
-    "drafts-share-noise": bug("rejection", Edit(Rounds._drawing, "else (params, j)", "else (params, 0)")),
+    "drafts-share-noise": bug("rejection", Edit(Drawing.chain, "else (params, j)", "else (params, 0)")),
     "u-of-accept-draws-the-residual": bug("rejection", Edit(JUDGE, "int(Stream.RECOVERED)", "int(Stream.ACCEPT)")),
     "one-u-for-all-drafts": bug("rejection", Edit(JUDGE, UNIFORMS, "step[:1], Stream.ACCEPT)")),
     "u-is-0": bug("rejection", Edit(JUDGE, UNIFORMS, f"{UNIFORMS} * 0")),
@@ -126,13 +128,11 @@ NOISE = {
     "noise-without-position": bug("rejection", Edit(Slots.params, "[rows].long()", "[rows].long() * 0")),
     "coupled-noise-of-the-round": bug("coupled", Edit(JUDGE, "position + t, node", "position, node")),
     "coupled-noise-by-draft": bug("path", Edit(JUDGE, "position + t, node", "position, node + t")),
-    "coupled-drafts-with-other-noise": bug(
-        "coupled", Edit(Rounds._drawing, "(params.after(j), None)", "(params, None)")
-    ),
+    "coupled-drafts-with-other-noise": bug("coupled", Edit(Drawing.chain, "(params.after(j), None)", "(params, None)")),
 }
 UNWRITTEN = {  # rounds on a device, whose logits are not written
     "coupled-drafts-with-other-noise-unwritten": bug(
-        "unwritten", Edit(Rounds._drawing_unwritten, "(params.after(j), None)", "(params, None)")
+        "unwritten", Edit(Drawing.unwritten, "(params.after(j), None)", "(params, None)")
     ),
     "drafts-judged-one-row-late": bug("unwritten", Edit(Head.verify, "(hidden,", "(hidden.roll(-1, 1),")),
     "drafted-token-races-for-its-own-place": bug(
@@ -210,9 +210,9 @@ PLACES = {
     "foreign-ids-become-drafts": bug(
         "foreign",
         Edit(
-            Rounds._cut,
+            Proposals._cut,
             "torch.minimum(lens, first_foreign)",
-            "lens; drafts.tokens.clamp_(0, self._target.vocab_size - 1)",
+            "lens; drafts.tokens.clamp_(0, self._slots.vocab_size - 1)",
         ),
     ),
     "tokens-behind-a-stop": bug(

@@ -56,7 +56,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device",
         metavar="auto|cpu|cuda",
-        type=_device_name,
+        type=device_name,
         default="auto",
         help="auto: the GPU if there is one (default); cuda:1 names one of several",
     )
@@ -77,7 +77,7 @@ def _tree(text: str) -> DynamicTree:
         raise argparse.ArgumentTypeError(f"{error} in {text!r}") from error
 
 
-def _device_name(text: str) -> str:
+def device_name(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"must be auto, cpu or cuda, got {text!r}")
     return text

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec_triton.cli.common import PROGRAM, UsageError, integer, note, number, write
-from specdec_triton.cli.loading import quiet_transformers
+from specdec_triton.cli.loading import device_name, pick_device, quiet_transformers
 from specdec_triton.errors import UnsupportedModelError
 from specdec_triton.models import load_config, load_model, load_tokenizer
 
@@ -70,6 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-hours", metavar="X", type=number(0.0), help="stop after so long; the same command goes on"
     )
+    parser.add_argument(
+        "--device",
+        metavar="auto|cpu|cuda",
+        type=device_name,
+        default="auto",
+        help="auto: the GPU if there is one (default)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
@@ -105,7 +112,7 @@ def _train(args: argparse.Namespace, until: float) -> dict[str, Any]:
 
     work = args.out / "work"
     tokenizer = load_tokenizer(args.target)
-    model = load_model(args.target, dtype=torch.float32)
+    model = load_model(args.target, dtype=torch.float32, device=pick_device(args.device))
     layers = model.config.get_text_config().num_hidden_layers
     if args.kind == "draft" and args.layers > layers:
         raise UsageError(f"--layers {args.layers}: {args.target!r} has {layers}")

@@ -34,7 +34,7 @@ class DraftStudent(Student):
             x.requires_grad_(False)
         try:
             with torch.no_grad():
-                self._states(torch.zeros(1, 2, dtype=torch.int64))
+                self._states(torch.zeros(1, 2, dtype=torch.int64, device=self.device))
         except Exception as error:
             name = type(model).__name__
             raise UnsupportedModelError(f"{name} cannot run with {layers} of its layers: {error}") from error
@@ -45,11 +45,11 @@ class DraftStudent(Student):
 
     def predict(self, example: Example, steps: int) -> Iterator[Predictions]:
         hidden = self._states(example.tokens.long()[None])[0]
-        yield torch.arange(len(hidden)), lambda chosen: hidden[chosen] @ self.taught_by.T
+        yield torch.arange(len(hidden), device=self.device), lambda chosen: hidden[chosen] @ self.taught_by.T
 
     def save(self, folder: Path) -> None:
         """As transformers does."""
-        copy.deepcopy(self.module).to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
+        copy.deepcopy(self.module).to("cpu", torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
         self._tokenizer.save_pretrained(folder)
 
 

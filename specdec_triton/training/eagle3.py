@@ -39,7 +39,8 @@ class Eagle3Student(Student):
         embedding = model.get_input_embeddings().weight.detach().float()
         head.embedding, head.embedded_ids = Borrowed(lambda tokens: F.embedding(tokens, embedding)), len(embedding)
         head.lm_head = nn.Linear(config.hidden_size, len(ids), False)
-        head.ids = ids
+        head.ids = self.ids
+        head.to(self.device)
         self._warm_start(model)
 
     @torch.no_grad()
@@ -49,7 +50,7 @@ class Eagle3Student(Student):
         head: Any = self.module
         width = head.out.out_features
         head.fc.weight.zero_()
-        head.fc.weight[:, -width:] = torch.eye(width)
+        head.fc.weight[:, -width:] = torch.eye(width, device=self.device)
         head.lm_head.weight.copy_(self.taught_by)
         try:
             attention, mlp = layer.self_attn, layer.mlp
@@ -77,7 +78,7 @@ class Eagle3Student(Student):
         head, tokens = self.module, example.tokens.long()
         length = len(tokens) - 1
         hidden = head.fuse(example.states.float())[:length]
-        index = torch.arange(length)
+        index = torch.arange(length, device=self.device)
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(steps):
             here = length - step  # indices for which there still is a token, and something to learn
@@ -110,10 +111,11 @@ class Eagle3Student(Student):
             "norm.weight": head.final_norm.weight,
             "lm_head.weight": head.lm_head.weight,
         }
-        tensors = {name: x.detach().to(dtype).contiguous() for name, x in tensors.items()}
+        tensors = {name: x.detach().to("cpu", dtype).contiguous() for name, x in tensors.items()}
         known = torch.zeros(config.vocab_size, dtype=torch.bool)
-        known[self.ids] = True
-        tensors |= {"d2t": self.ids - torch.arange(len(self.ids)), "t2d": known}
+        ids = self.ids.cpu()
+        known[ids] = True
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "model.safetensors")
         written = {
@@ -148,7 +150,7 @@ def _attend(
     if len(own) == 1:
         return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0].transpose(0, 1)
     count = q.shape[1]
-    hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
+    hidden = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ first_k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
     later = torch.stack([(q * key).sum(-1) * scale for key, _ in own[1:]], -1)
     weights = torch.cat((scores, later), -1).softmax(-1)

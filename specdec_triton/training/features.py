@@ -35,6 +35,10 @@ class Example:
     states: torch.Tensor
     last: torch.Tensor
 
+    def to(self, device: torch.device) -> Example:
+        """The same on a device."""
+        return Example(*(getattr(self, field.name).to(device) for field in fields(self)))
+
 
 class Features:
     """Shards of examples in a folder; it holds whole ones only, so that making them can be taken up again.
@@ -101,16 +105,16 @@ class TextReader:
 
     def examples(self, texts: Iterable[str]) -> Iterator[Example]:
         for text in texts:
-            ids = torch.tensor(self._tokenizer(text)["input_ids"], dtype=torch.int32)
+            ids = torch.tensor(self._tokenizer(text)["input_ids"], dtype=torch.int32, device=self._model.device)
             yield from (self.example(part) for part in ids.split(self._length) if len(part) > 8)
 
     @torch.inference_mode()
     def example(self, tokens: torch.Tensor) -> Example:
         """Args: tokens: int32 ``[L]``."""
         with self._taps.watching():
-            logits = self._model(input_ids=tokens[None].long().to(self._model.device), use_cache=False).logits[0]
+            logits = self._model(input_ids=tokens[None].long(), use_cache=False).logits[0]
         self._taps.take()
-        learnt = torch.ones(len(tokens), dtype=torch.bool)
+        learnt = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
         learnt[0] = False
         best = logits.argmax(-1).int()
         best[-1] = -1

@@ -27,7 +27,7 @@ class MedusaStudent(Student):
         super().__init__(model, ids)
         width = self.taught_by.shape[1]
         self._blocks = [nn.Linear(width, width) for _ in range(heads)]
-        self.module = nn.ModuleList(self._blocks)
+        self.module = nn.ModuleList(self._blocks).to(self.device)
         for block in self._blocks:
             nn.init.zeros_(block.weight)  # begin as the target's own head
             nn.init.zeros_(block.bias)
@@ -35,7 +35,7 @@ class MedusaStudent(Student):
     def predict(self, example: Example, steps: int) -> Iterator[Predictions]:
         states = example.last.float()
         for step, block in zip(range(steps), self._blocks, strict=False):
-            at = torch.arange(1 + step, len(states))
+            at = torch.arange(1 + step, len(states), device=self.device)
             if not len(at):
                 return
             given = states[: len(at)]
@@ -51,7 +51,7 @@ class MedusaStudent(Student):
         tensors = {}
         for i, block in enumerate(self._blocks):
             for name, x in block.named_parameters():
-                tensors[f"{i}.0.linear.{name}"] = x.detach().to(torch.bfloat16).contiguous()
+                tensors[f"{i}.0.linear.{name}"] = x.detach().to("cpu", torch.bfloat16).contiguous()
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "model.safetensors")
         config = {"medusa_num_heads": len(self._blocks), "medusa_num_layers": 1}

@@ -18,7 +18,7 @@ Predictions = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
 class Student(ABC):
-    """A drafter in training, in fp32.
+    """A drafter in training, in fp32, on the target's device.
 
     Args:
         model: the untouched target. ids: int64 ``[V']``, what it drafts, in order.
@@ -30,8 +30,10 @@ class Student(ABC):
     module: nn.Module
 
     def __init__(self, model: Any, ids: torch.Tensor) -> None:
-        self.ids = ids
-        self.taught_by = model.get_output_embeddings().weight.detach().float()[ids]
+        weight = model.get_output_embeddings().weight.detach()
+        self.device: torch.device = weight.device
+        self.ids = ids.to(self.device)
+        self.taught_by = weight.float()[self.ids]
 
     @abstractmethod
     def predict(self, example: Example, steps: int) -> Iterator[Predictions]:
@@ -49,7 +51,8 @@ class Student(ABC):
     def losses(self, example: Example, steps: int) -> tuple[torch.Tensor, int, list[Agreement]]:
         """The weighted sum of cross-entropies over all steps and places to learn from, how many of these there are, and how often drafter
         and target agree at each step of the answers."""
-        total, found = torch.zeros(()), []
+        example = example.to(self.device)
+        total, found = torch.zeros((), device=self.device), []
         known = example.best >= 0
         answers = torch.cat((example.learnt[1:], example.learnt[-1:])) & known  # behind which an answer goes on
         row, probs = known.cumsum(0) - 1, self._taught(example.last[known])

@@ -57,7 +57,7 @@ class Trainer:
         self._done = 0  # shards
         self.log: list[dict[str, Any]] = []
         if state.is_file():
-            held = torch.load(state, weights_only=True)
+            held = torch.load(state, weights_only=True, map_location=student.device)
             with torch.no_grad():
                 for name, p in student.trained().items():
                     p.copy_(held["parameters"][name])
