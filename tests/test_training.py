@@ -215,7 +215,7 @@ def test_medusa_heads_learn_and_can_be_loaded(tmp_path):
     def watched(round_):
         drafts = propose(round_)
         for row, n in enumerate(round_.lens.tolist()):
-            drafted.append((round_.texts[row, :n].clone(), drafts.tokens[row, : int(drafts.lens[row])].tolist()))
+            drafted.append((round_.texts[row, :n].tolist(), drafts.tokens[row, : int(drafts.lens[row])].tolist()))
         return drafts
 
     session.propose = watched
@@ -225,8 +225,10 @@ def test_medusa_heads_learn_and_can_be_loaded(tmp_path):
     assert decoder.stats.accepted > 20
     assert len(drafted) > 50
     for text, drafts in drafted:  # the student's own predictions behind the last token that the target has seen
-        states = model(input_ids=text[None, :-1], output_hidden_states=True).hidden_states[-1][0]
-        tokens = text.int()
+        tokens = torch.tensor(text, dtype=torch.int32)
+        with torch.no_grad():
+            out = model(input_ids=tokens[None, :-1].long(), output_hidden_states=True)
+        states = out.hidden_states[-1][0]
         example = Example(
             tokens, tokens > 0, tokens, states, torch.cat((states, *[states[-1:]] * 3))
         )  # room for all heads
