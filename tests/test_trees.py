@@ -433,3 +433,20 @@ def test_every_small_tree_and_every_limit():
                 )
                 (out,) = decoder.generate([prompt], SamplingParams(temperature=0, max_new_tokens=6))
                 assert prompt + out.token_ids == text[: len(prompt) + 6]
+
+
+OP = "accept_tree"
+
+
+def test_on_the_kernels(backend):
+    """Mask, path and compaction of both backends: the target's text."""
+    model = toy_model()
+    (text,) = truth(model, [PROMPTS[0]], 12)
+    new = 12 if backend == "torch" else 6
+    drafter = random_trees([text], right=1.0)
+    decoder = SpeculativeDecoder(
+        model, drafter, num_draft_tokens=7, adaptive=False, backend=backend, page_size=4, exact=False, max_batch_size=1
+    )
+    (out,) = decoder.generate([PROMPTS[0]], SamplingParams(temperature=0, max_new_tokens=new))
+    assert PROMPTS[0] + out.token_ids == text[: len(PROMPTS[0]) + new]
+    assert out.stats.accepted > 0
