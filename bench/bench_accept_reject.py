@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,8 +148,7 @@ class Tensors:
         """The reference's integers, for the first requests of the batch alone; greedy: PyTorch's argmax too."""
         some = slice(0, _GATED)
         got = self.judge(self.params, slice(None), lambda x: x, backend())
-        names = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
-        few = replace(self.params, **{name: getattr(self.params, name)[some] for name in names})
+        few = self.params.of(torch.arange(min(_GATED, self.spec.batch), device=self.params.seed.device))
         wrong = unexplained([x[some] for x in got], lambda change: self.judge(few, some, change, "torch"))
         if wrong:
             return f"other integers than the reference in requests {wrong}"

@@ -99,7 +99,7 @@ class DraftModel(Drafter):
             require(
                 not target.fixed_shapes, "match", "'tokens' on a device, whose drafts the host does not see", "'text'"
             )
-            back = Recutting(self.target_tokenizer, token_texts(self.tokenizer))
+            back = Recutting(self.target_tokenizer, words.draft)
         return TranslatedSession(
             adapter,
             cache,

@@ -41,6 +41,7 @@ class Translation:
             for what it has no text for.
 
     Attributes:
+        draft: as given.
         shared: int64 ``[S]``, ids of the target whose whole text is one token of the drafter's, ascending; own: int64 ``[S]``, that token.
         pieces: int64 ``[V,8]``, each of the target's tokens as the drafter's, padded with -1; counts: int32 ``[V]``, how many, at least 1.
 
@@ -49,6 +50,7 @@ class Translation:
     """
 
     def __init__(self, target: Sequence[str], draft: Sequence[str], size: int, draft_size: int, fallback: int) -> None:
+        self.draft = draft
         ids: dict[str, int] = {}
         for i, text in enumerate(draft[:draft_size]):
             if text:

@@ -32,7 +32,6 @@ class Drawing:
 
     def chain(self, shape: Shape, params: ops.SamplingBatch, *, sure: bool) -> Draw:
         """See ``Round.draw``; ``sure``: and says how sure the drafter is."""
-        free_of_doubt = self._slots.fixed[: shape.rows] | (params.temperature > 0)  # get as many as they may have
         before: list[torch.Tensor] = []
 
         def one(method: str, logits: torch.Tensor, j: int) -> Any:
@@ -60,6 +59,7 @@ class Drawing:
             if not sure:
                 return None
             own = (logits.gather(1, tokens[:, None])[:, 0].float() - lse).exp()
+            free_of_doubt = self._slots.fixed[: shape.rows] | (params.temperature > 0)  # get as many as they may have
             return torch.where(free_of_doubt, 1.0, own)
 
         return draw

@@ -90,13 +90,12 @@ class Proposals:
         if len(self._sources) == 1:
             return Proposed(*self._ask_one(0, shape, lens, limits, None, trees=trees))
         chosen, wanted, of = nothing(lens), torch.zeros_like(lens), []
-        needs_logits = any(method in ops.BY_PROBABILITY for method in shape.methods)
         for index in range(len(self._sources)):
             left = torch.where(chosen.lens > 0, 0, limits)
             more, found = self._ask_one(index, shape, lens, left, chosen.lens, trees=trees)
             wanted = torch.where(chosen.lens > 0, wanted, more)
             of.append((chosen.lens == 0) & (found.lens > 0))
-            chosen = joined(chosen, found, s.vocab_size, needs_logits=needs_logits)
+            chosen = joined(chosen, found, s.vocab_size, needs_logits=_needs_logits(shape))
         return Proposed(wanted, chosen, of)
 
     def learn(self, shape: Shape, proposed: Proposed, drafted: torch.Tensor, accepted: torch.Tensor) -> None:
@@ -146,7 +145,7 @@ class Proposals:
             draw=self._drawing.chain(shape, params, sure=worth > 0),
             branch=self._drawing.branch(shape, params) if trees else None,
             draw_from=self._drawing.unwritten(shape, params),
-            needs_logits=any(method in ops.BY_PROBABILITY for method in shape.methods),
+            needs_logits=_needs_logits(shape),
             reads=self._reads,
             worth=worth,
         )
@@ -238,6 +237,11 @@ class Proposals:
 def sources_of(session: DraftSession, *, reads: bool) -> tuple[DraftSession, ...]:
     """The sessions that a decoder asks one after the other, and counts apart."""
     return session.parts if reads and session.parts else (session,)
+
+
+def _needs_logits(shape: Shape) -> bool:
+    """Whether any request's method judges drafts by their probabilities."""
+    return any(method in ops.BY_PROBABILITY for method in shape.methods)
 
 
 def _free(curve: Curve) -> Curve:

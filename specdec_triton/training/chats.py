@@ -1,8 +1,7 @@
 """Chats of which the target writes both sides, from its own chat template: no data set is needed.
 
 The user's side is one of our questions, or is drawn at temperature 1 behind an opening that spreads the tasks; the answer is greedy or
-drawn. A few hundred chats
-are written side by side, a token of each at every pass, also where it is the template's and known before: so all have the same
+drawn. A few hundred chats are written side by side, a token of each at every pass, also where it is the template's and known before: so all have the same
 length, there is no padding and no mask, and a pass is one large matrix product, which is what counts here (the decoder of this package
 is made for few rows). What the target knows at each token is kept as it is written.
 """

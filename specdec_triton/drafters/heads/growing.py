@@ -55,26 +55,20 @@ def _dynamic(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, parents and log-probabilities ``[n,K']`` of the likeliest nodes, likeliest first: parents are likelier than children."""
     hidden, sees = root[:, None], torch.zeros_like(root[:, :1], dtype=torch.int64)
-    at, above = (
-        None,
-        torch.zeros_like(sees, dtype=torch.float32),
-    )  # the level's nodes among all, their log-probabilities
+    at = torch.full_like(sees, -1)  # the level's nodes among all; the root is none of the drafts
+    above = torch.zeros_like(sees, dtype=torch.float32)  # their log-probabilities
     tokens, scores, parents = [], [], []
     fed = total = 0
     for depth in range(tree.depth):
         logits = score(hidden, depth)
         found = branch(logits, depth, min(tree.branch, logits.shape[-1]), ids)
         level = (above[..., None] + found.scores).flatten(1)
-        before = torch.full_like(sees, -1) if at is None else at
         tokens.append(found.tokens.flatten(1))
         scores.append(level)
-        parents.append(before[..., None].expand_as(found.tokens).flatten(1))
+        parents.append(at[..., None].expand_as(found.tokens).flatten(1))
         if depth + 1 == tree.depth:
             break
-        # The likeliest of the level are followed up. NaN would be the largest: nobody follows it.
-        above, best = level.nan_to_num(float("-inf"), float("inf"), float("-inf")).topk(
-            min(tree.branch, level.shape[1]), 1
-        )
+        above, best = _comparable(level).topk(min(tree.branch, level.shape[1]), 1)  # these are followed up
         of = best // found.tokens.shape[2]
         own = torch.arange(fed, fed + best.shape[1], device=best.device)
         sees = sees.gather(1, of) | torch.ones_like(own).bitwise_left_shift(own)
@@ -82,8 +76,7 @@ def _dynamic(
         hidden = feed(tokens[-1].gather(1, best), hidden, sees)
         at, fed, total = total + best, fed + best.shape[1], total + level.shape[1]
     all_scores, all_parents = torch.cat(scores, 1), torch.cat(parents, 1)
-    finite = all_scores.nan_to_num(float("-inf"), float("inf"), float("-inf"))
-    order = finite.sort(dim=1, descending=True, stable=True).indices  # of equals a parent comes first
+    order = _comparable(all_scores).sort(dim=1, descending=True, stable=True).indices  # of equals a parent comes first
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
@@ -91,6 +84,11 @@ def _dynamic(
     above_them = all_parents.gather(1, order)
     parent = torch.where(above_them < 0, 0, rank.gather(1, above_them.clamp(min=0)) + 1)
     return torch.cat(tokens, 1).gather(1, order), parent, all_scores.gather(1, order)
+
+
+def _comparable(scores: torch.Tensor) -> torch.Tensor:
+    """NaN would be the largest: nobody follows it."""
+    return scores.nan_to_num(float("-inf"), float("inf"), float("-inf"))
 
 
 @lru_cache(maxsize=64)
