@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_cli import WORDS, check_mistake, word_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -99,6 +100,14 @@ def test_what_was_trained_drafts(command, generate, target, tmp_path, kind, form
     assert status == 0
     assert text.startswith(f"the drafter is in {out}; held-out: agreement by step [")
     assert len(list((out / "work" / "features").glob("shard-*"))) == shards
+    if kind == "eagle3":  # and on with other chats
+        status, text, err = command(*train, "--out", tmp_path / "more", "--start", out, "--seed", 7, "--json")
+        assert status == 0, err
+        chats = (
+            load_file(next((x / "work" / "features").glob("*.safetensors")))["0.tokens"]
+            for x in (out, tmp_path / "more")
+        )
+        assert not torch.equal(*chats)
     want = generate("--draft", "none")["token_ids"]
     for form, *options in forms:
         result = generate("--draft", form.format(out), *options)
@@ -126,6 +135,9 @@ def test_mistakes_in_training(command, target, tmp_path):
         (("--kind", "eagle9"), "eagle9"),
         (("--tokens", 5), "--tokens"),
         (("--target", "no-such/model"), "no-such/model"),
+        (("--start", tmp_path / "none"), "--start"),
+        (("--start", target, "--kind", "medusa"), "--start is for --kind eagle3"),
+        (("--start", target), "--start"),
     ):
         check_mistake(command("train", "--target", target, "--out", out, *SMALL, *args), part)
     args = ("train", "--target", target, "--out", out, "--kind", "draft", "--layers", 7)

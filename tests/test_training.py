@@ -18,7 +18,7 @@ from specdec_triton.testing import own_logits, plain_greedy, toy_model
 from specdec_triton.training.agreement import Agreement, shares, tokens_per_pass
 from specdec_triton.training.chats import ChatWriter
 from specdec_triton.training.draft import DraftStudent, shortened
-from specdec_triton.training.eagle3 import Eagle3Student
+from specdec_triton.training.eagle3 import Eagle3Student, read_start
 from specdec_triton.training.features import Example, Features, TextReader, fill, frequent_ids
 from specdec_triton.training.medusa import MedusaStudent
 from specdec_triton.training.questions import question
@@ -200,6 +200,30 @@ def test_a_head_learns_and_can_be_loaded(tmp_path):
         for sums, found in zip(tally, student.losses(example, 3)[2], strict=True):
             sums.add(found)
     assert abs(decoder.stats.tokens_per_target_pass - tokens_per_pass(tally)) < 0.4
+
+
+def test_training_begins_with_a_head(tmp_path):
+    """One that was trained knows from the first shard on what it knew; heads that are not for it are refused."""
+    model = target()
+    student, trainer = trained(tmp_path, model, epochs=20, batch=240, rate=3e-3, steps=2)
+    student.save(tmp_path / "head", torch.float32)
+    head, ids, taps = read_start(tmp_path / "head", model)
+    assert (ids.tolist(), taps) == ([*range(3, 90)], TAPS)
+    again = Eagle3Student(model, ids, taps, head)
+    for name, weight in student.module.state_dict().items():
+        assert torch.equal(again.module.state_dict()[name], weight), name
+    assert len(again.trained()) == len(student.trained())
+    features = Features(tmp_path / "features", TAPS)
+    more = Trainer(again, features, Schedule(epochs=1, steps=2, single=0.0, rate=1e-5), tmp_path / "more.pt")
+    more.run()
+    assert abs(more.log[0]["agreement"][1] - trainer.log[-1]["agreement"][1]) < 0.1
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"norm_before_residual": True}))
+    with pytest.raises(UnsupportedModelError, match=r"has other layers.*the residual"):
+        Eagle3Student(model, ids, taps, read_start(tmp_path / "head", model)[0])
+    other = toy_model(hidden_size=32, intermediate_size=64, num_hidden_layers=6)
+    with pytest.raises(UnsupportedModelError, match=r"has other layers.*down\.weight, gate_up\.weight$"):
+        Eagle3Student(other, ids, taps, head)
 
 
 def test_medusa_heads_learn_and_can_be_loaded(tmp_path):

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from specdec_triton.cli.common import PROGRAM, UsageError, integer, note, number, write
 from specdec_triton.cli.loading import device_name, pick_device, quiet_transformers
-from specdec_triton.errors import UnsupportedModelError
+from specdec_triton.errors import ModelNotFoundError, UnsupportedModelError
 from specdec_triton.models import load_config, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
 
+    from specdec_triton.drafters.heads.eagle_head import EagleHead
     from specdec_triton.training.features import Features
     from specdec_triton.training.student import Student
 
@@ -46,6 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--text", metavar="FILE", type=Path, help="learn from this text, a document a line, not from chats"
+    )
+    parser.add_argument(
+        "--start", metavar="DIR", type=Path, help="eagle3: begin with this head, not with the target's last layer"
+    )
+    parser.add_argument(
+        "--seed",
+        metavar="N",
+        type=integer(0, 2**31 - 1),
+        default=0,
+        help="of the chats: another one gives others (default: 0)",
     )
     parser.add_argument("--epochs", metavar="N", type=integer(1), default=2, help="passes over them (default: 2)")
     parser.add_argument(
@@ -116,16 +127,23 @@ def _train(args: argparse.Namespace, until: float) -> dict[str, Any]:
     layers = model.config.get_text_config().num_hidden_layers
     if args.kind == "draft" and args.layers > layers:
         raise UsageError(f"--layers {args.layers}: {args.target!r} has {layers}")
-    taps = (2, layers // 2, layers - 3) if layers >= 6 else (1, max(layers // 2, 1), max(layers - 1, 1))
+    taps: tuple[int, ...] = (
+        (2, layers // 2, layers - 3) if layers >= 6 else (1, max(layers // 2, 1), max(layers - 1, 1))
+    )
+    start, start_ids = None, None
+    if args.start is not None:
+        start, start_ids, taps = _start(args, model)
     features = Features(work / "features", taps)
     tokens, enough = _collect(args, features, model, tokenizer, until)
     if not enough:
         return {"finished": False, "stage": "chats", "tokens": tokens}
 
     ids = torch.arange(model.get_output_embeddings().weight.shape[0])
-    if args.kind == "eagle3":  # the others draft with the target's own last product, over all ids
+    if start_ids is not None:
+        ids = start_ids
+    elif args.kind == "eagle3":  # the others draft with the target's own last product, over all ids
         ids = frequent_ids(features.learnt_tokens(), args.draft_vocab, tokenizer.all_special_ids, len(ids))
-    student = _student(args, model, tokenizer, ids, taps)
+    student = _student(args, model, tokenizer, ids, taps, start)
     steps = 1 if args.kind == "draft" else args.steps
     schedule = Schedule(
         epochs=args.epochs, steps=steps, rate=args.rate, single=Schedule.single if args.kind == "eagle3" else 0.0
@@ -145,7 +163,25 @@ def _train(args: argparse.Namespace, until: float) -> dict[str, Any]:
     return {"finished": finished, "stage": "training", "held_out": held_out, "out": str(args.out), "log": trainer.log}
 
 
-def _student(args: argparse.Namespace, model: Any, tokenizer: Any, ids: torch.Tensor, taps: tuple[int, ...]) -> Student:
+def _start(args: argparse.Namespace, model: Any) -> tuple[EagleHead, torch.Tensor, tuple[int, ...]]:
+    from specdec_triton.training.eagle3 import read_start
+
+    if args.kind != "eagle3":
+        raise UsageError(f"--start is for --kind eagle3, not {args.kind}")
+    try:
+        return read_start(args.start, model)
+    except (ModelNotFoundError, UnsupportedModelError) as error:
+        raise UsageError(f"--start: {error}") from error
+
+
+def _student(
+    args: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    taps: tuple[int, ...],
+    start: EagleHead | None,
+) -> Student:
     from specdec_triton.training.draft import DraftStudent
     from specdec_triton.training.eagle3 import Eagle3Student
     from specdec_triton.training.medusa import MedusaStudent
@@ -153,7 +189,9 @@ def _student(args: argparse.Namespace, model: Any, tokenizer: Any, ids: torch.Te
     try:
         if args.kind == "draft":
             return DraftStudent(model, ids, tokenizer, args.layers)
-        return MedusaStudent(model, ids, args.steps) if args.kind == "medusa" else Eagle3Student(model, ids, taps)
+        return (
+            MedusaStudent(model, ids, args.steps) if args.kind == "medusa" else Eagle3Student(model, ids, taps, start)
+        )
     except UnsupportedModelError as error:
         raise UsageError(str(error)) from error
 
@@ -178,7 +216,8 @@ def _collect(
         return done, True
     else:
         try:
-            examples = ChatWriter(model, tokenizer, features.taps, batch=args.chats).examples(shards)
+            writer = ChatWriter(model, tokenizer, features.taps, batch=args.chats)
+            examples = writer.examples((args.seed << 16) + shards)
         except ValueError as error:
             raise UsageError(str(error)) from error
         wanted = args.tokens

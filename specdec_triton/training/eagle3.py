@@ -18,18 +18,40 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
+from specdec_triton.adapter import ModelAdapter
+from specdec_triton.drafters.heads.checkpoint import Checkpoint
 from specdec_triton.drafters.heads.eagle_head import Borrowed, EagleHead
+from specdec_triton.drafters.heads.load_eagle import read_eagle
+from specdec_triton.errors import UnsupportedModelError
 from specdec_triton.taps import decoder_layers
 from specdec_triton.training.features import Example
 from specdec_triton.training.student import Predictions, Student
 
 
+def read_start(folder: Path, model: Any) -> tuple[EagleHead, torch.Tensor, tuple[int, ...]]:
+    """A head that training begins with: itself, the ids that it drafts, int64 ``[V']``, and after how many layers it looks at the target.
+
+    Raises:
+        ModelNotFoundError: there is none.
+        UnsupportedModelError: it is not one for this target, or none of EAGLE-3's.
+    """
+    head, taps = read_eagle(Checkpoint(folder), ModelAdapter(model), None)
+    if not head.three:
+        raise UnsupportedModelError(f"{str(folder)!r} is no EAGLE-3 head: training begins with no other")
+    ids = torch.arange(model.get_output_embeddings().weight.shape[0]) if head.ids is None else head.ids
+    return head, ids, taps
+
+
 class Eagle3Student(Student):
-    """Args: taps: after how many of the target's layers."""
+    """Args: taps: after how many of the target's layers. start: a head of these ids and layers, see :func:`read_start`.
+
+    Raises:
+        UnsupportedModelError: ``start`` has other layers than the heads that are trained here.
+    """
 
     module: EagleHead
 
-    def __init__(self, model: Any, ids: torch.Tensor, taps: tuple[int, ...]) -> None:
+    def __init__(self, model: Any, ids: torch.Tensor, taps: tuple[int, ...], start: EagleHead | None = None) -> None:
         super().__init__(model, ids)
         config = model.config.get_text_config()
         self.config = _config(config)
@@ -41,7 +63,22 @@ class Eagle3Student(Student):
         head.lm_head = nn.Linear(config.hidden_size, len(ids), False)
         head.ids = self.ids
         head.to(self.device)
-        self._warm_start(model)
+        if start is None:
+            self._warm_start(model)
+        else:
+            self._go_on(start)
+
+    def _go_on(self, start: EagleHead) -> None:
+        weights, own = start.state_dict(), self.module.state_dict()
+        other = sorted(
+            name
+            for name in {*weights, *own}
+            if name not in weights or weights[name].shape != getattr(own.get(name), "shape", None)
+        )
+        if other or start.norm_first:
+            what = ", ".join(other) or "the residual is of normed states"
+            raise UnsupportedModelError(f"the head to begin with has other layers than the target's own: {what}")
+        self.module.load_state_dict(weights)
 
     @torch.no_grad()
     def _warm_start(self, model: Any) -> None:

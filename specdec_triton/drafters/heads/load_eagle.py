@@ -23,7 +23,15 @@ _OPTIONAL = ("rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_thet
 def load_eagle(
     checkpoint: Checkpoint, target: ModelAdapter, aux_layers: Sequence[int] | None
 ) -> tuple[EagleHead, tuple[int, ...]]:
-    """The head on the target's device, and which of its hidden states it is shown (see ``ModelAdapter.forward``).
+    """The head on the target's device, as :func:`read_eagle` has it in plain layers and fp32."""
+    head, taps = read_eagle(checkpoint, target, aux_layers)
+    return _placed(head, target), taps
+
+
+def read_eagle(
+    checkpoint: Checkpoint, target: ModelAdapter, aux_layers: Sequence[int] | None
+) -> tuple[EagleHead, tuple[int, ...]]:
+    """The head, and which of the target's hidden states it is shown (see ``ModelAdapter.forward``).
 
     Layouts: those of the EAGLE repository (``fc``, ``layers.0`` or ``midlayer``), also with the prefix ``model.``, and with ``layers.0`` in
     place of ``midlayer``. Embedding and lm_head are the target's where the head has none.
@@ -79,7 +87,7 @@ def load_eagle(
         getattr(head, name).weight.data.copy_(c.take(tensor, (width,)))
     _give_vocabulary(c, head, target, width)
     c.finish()
-    return _placed(head, config.rms_norm_eps, target), taps
+    return head, taps
 
 
 def _config(c: Checkpoint) -> Any:
@@ -148,10 +156,11 @@ def _give_vocabulary(c: Checkpoint, head: EagleHead, target: ModelAdapter, width
         head.lm_head = Borrowed(target.logits_of)
 
 
-def _placed(head: EagleHead, eps: float, target: ModelAdapter) -> EagleHead:
+def _placed(head: EagleHead, target: ModelAdapter) -> EagleHead:
     for name, module in list(head.named_children()):
         if isinstance(module, nn.RMSNorm):
-            setattr(head, name, FusedRMSNorm(module.weight, eps, add_one=False))
+            assert module.eps is not None
+            setattr(head, name, FusedRMSNorm(module.weight, module.eps, add_one=False))
     for module in head.modules():
         if isinstance(module, (nn.Linear, nn.Embedding, FusedRMSNorm)):
             module.to(target.device, target.dtype)
