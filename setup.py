@@ -13,7 +13,11 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_namespace_packages(include=["specdec_triton", "specdec_triton.*"]),
-    package_data={"specdec_triton": ["py.typed"], "specdec_triton.kernels": ["*.md"]},
+    package_data={
+        "specdec_triton": ["py.typed"],
+        "specdec_triton.kernels": ["*.md"],
+        "specdec_triton.trained": ["*/*"],
+    },
     python_requires=">=3.10",
     install_requires=["torch>=2.9", "transformers>=5.17", "safetensors", "numpy", "tqdm"],
     extras_require={

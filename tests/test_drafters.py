@@ -7,11 +7,13 @@ from functools import lru_cache
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.drafters.base import Round, SessionOptions
 from specdec_triton.errors import UnsupportedModelError
+from specdec_triton.models import load_model
 from specdec_triton.sampling import SamplingBatch
 from specdec_triton.testing import (
     NAN,
@@ -201,6 +203,35 @@ def test_draft_model_that_is_broken_from_the_start():
         draft.model.norm.weight[3] = NAN
     with pytest.raises(UnsupportedModelError, match="differ from its own forward pass"):
         decoder(DraftModel(draft))
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_flag_and_the_file_disagree_about_the_head(tied, stored, tmp_path):
+    """faults.md I7: a draft model whose head is tied to its embedding or not, and lies in the file or not. It drafts what it says in
+    transformers, so that drafts for itself are all accepted; without a head it is refused."""
+    toy_model(tie_word_embeddings=tied, seed=1).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in tensors) != tied
+    if stored:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        if not tied:
+            tensors["lm_head.weight"] += torch.randn_like(tensors["lm_head.weight"])
+    else:
+        tensors.pop("lm_head.weight", None)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    if not tied and not stored:
+        with pytest.raises(UnsupportedModelError, match=r"lacks 1 of its tensors, 'lm_head\.weight'"):
+            load_model(str(tmp_path))
+        return
+    draft = load_model(str(tmp_path))
+    own = toy_model(tie_word_embeddings=tied, seed=1)
+    if not tied:
+        own.lm_head.weight.data.copy_(tensors["lm_head.weight"])
+    engine = SpeculativeDecoder(draft, DraftModel(own), num_draft_tokens=3, exact=False, adaptive=False)
+    outputs = engine.generate(PROMPTS, greedy())
+    assert [out.token_ids for out in outputs] == [plain_greedy(own, prompt, NEW) for prompt in PROMPTS]
+    assert engine.stats.acceptance_rate == 1.0
 
 
 def test_draft_model_in_another_dtype():

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from specdec_triton import __version__
 from specdec_triton.cli import audit, doctor, generate, train, tune, tune_skip, verify
 from specdec_triton.cli.common import PROGRAM, HelpFormatter, Parser, UsageError, note, one_line, warn
+from specdec_triton.cli.loading import default_draft
 from specdec_triton.errors import BackendUnavailableError, ModelNotFoundError, UnsupportedModelError
 
 __all__ = ["main"]
@@ -57,6 +58,8 @@ def _run(argv: Sequence[str] | None) -> int:
             args = _parser().parse_args(argv)
             if args.command is None:
                 raise UsageError(f"a command is missing, such as generate; {PROGRAM} -h lists them")
+            if getattr(args, "draft", "") is None:
+                args.draft = default_draft(args.target)
             status: int = args.run(args)
         except SystemExit as end:  # argparse, after -h and --version
             status = int(end.code or 0)

@@ -32,10 +32,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="DRAFTER",
-        default="ngram",
-        help="ngram (default), suffix: from the text so far; MODEL: a smaller model; eagle, eagle:PATH, medusa:PATH: a head on the "
-        "target (eagle: that of smollm2 here); skip: its own layers, as tune-skip chose; cascade:DRAFTER: suffix, else that "
-        "(cascade: eagle); none",
+        help="ngram, suffix: from the text so far; MODEL: a smaller model; eagle, eagle:PATH, medusa:PATH: a head on the target "
+        "(eagle: the one that comes with this package); skip: its own layers, as tune-skip chose; cascade:DRAFTER: suffix, else "
+        "that (cascade: eagle); none (default: cascade for smollm2, ngram for other targets)",
     )
     group.add_argument(
         "-k",
@@ -81,6 +80,11 @@ def device_name(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"must be auto, cpu or cuda, got {text!r}")
     return text
+
+
+def default_draft(target: str) -> str:
+    """What ``--draft`` is where nothing is said: the best that there is without being told more."""
+    return "ngram" if shipped_head(target) is None else "cascade"
 
 
 def split_draft(draft: str) -> tuple[bool, str, str]:

@@ -42,7 +42,8 @@ class EagleDrafter(Drafter):
     """An EAGLE head, version 1, 2 or 3, that was trained for the target.
 
     Args:
-        source: a folder or a hub id, in a published layout (``config.json`` and safetensors, or what ``torch.save`` wrote).
+        source: a folder or a hub id, in a published layout (``config.json`` and safetensors, or what ``torch.save`` wrote); or
+            ``smollm2``: the head for that model which comes with this package.
         aux_layers: EAGLE-3: after how many of the target's layers the hidden states are taken, as transformers counts them
             (``output_hidden_states``; 0 are the embeddings); None: what the head's configuration says, else 2, N/2 and N-3 of N.
         tree: the shape of a round's drafts: a :class:`~specdec_triton.DynamicTree` (EAGLE-2), a :class:`~specdec_triton.StaticTree` or its

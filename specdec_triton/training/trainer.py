@@ -53,7 +53,7 @@ class Trainer:
         decayed = [p for p in self._parameters if p.dim() > 1]
         others = [p for p in self._parameters if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(groups, lr=schedule.rate, betas=(0.9, 0.95))
+        self._optimizer = torch.optim.AdamW(groups, lr=schedule.rate, betas=(0.9, 0.95), fused=True)
         self._done = 0  # shards
         self.log: list[dict[str, Any]] = []
         if state.is_file():

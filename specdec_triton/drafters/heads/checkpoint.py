@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from specdec_triton.errors import ModelNotFoundError, UnsupportedModelError
+from specdec_triton.models import shipped_head
 
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 _IGNORED = ("rotary_emb.inv_freq",)  # derived from the configuration
@@ -108,7 +109,7 @@ class Checkpoint:
 
 
 def find(source: str | os.PathLike[str]) -> Path:
-    """The folder of a head's files; one from the hub is fetched.
+    """The folder of a head's files; one from the hub is fetched, ``smollm2`` stands for the one that comes with this package.
 
     Raises:
         ModelNotFoundError: there is none, or it holds no tensors.
@@ -122,6 +123,8 @@ def find(source: str | os.PathLike[str]) -> Path:
 def _folder(name: str) -> Path:
     if os.path.isdir(name):
         return Path(name)
+    if (shipped := shipped_head(name)) is not None:
+        return shipped
     if not name.strip() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no head {name!r}: no such folder")
     from huggingface_hub import snapshot_download
