@@ -4,8 +4,8 @@
     python -m bench.bench_generate --per-task 2 --max-new-tokens 64
     python -m bench.bench_generate --memory                 # peak memory of each provider, in a process of its own
 
-Providers: transformers plain; transformers prompt lookup (``--lookup`` drafts a round); ours plain (NoDraft); ours
-with PromptLookup. Each prompt runs through all four before the next begins. Speeds include the prompt's pass. "identical" is
+Providers: transformers plain; transformers prompt lookup (``--lookup`` drafts a round); ours plain (NoDraft); ours with PromptLookup;
+for a model whose head comes with the package, ours with that head behind a SuffixDrafter, the default. Each prompt runs through all of them before the next begins. Speeds include the prompt's pass. "identical" is
 against the plain decoding of the same package. One short generation of each provider comes first and is not counted.
 """
 
@@ -25,10 +25,21 @@ import torch
 from tqdm import tqdm
 
 from bench.common import RESULTS, fill_in, median, prompts, provenance, quantile, read_rows, write_rows
-from specdec_triton import NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, optimize
-from specdec_triton.models import load_model, load_tokenizer
+from specdec_triton import (
+    Cascade,
+    EagleDrafter,
+    NoDraft,
+    PromptLookup,
+    SamplingParams,
+    SpeculativeDecoder,
+    SuffixDrafter,
+    optimize,
+)
+from specdec_triton.cli.loading import CASCADE_MATCH
+from specdec_triton.models import load_model, load_tokenizer, shipped_head
 
-PROVIDERS = ("transformers", "transformers-lookup", "specdec-plain", "specdec-ngram")
+PROVIDERS = ("transformers", "transformers-lookup", "specdec-plain", "specdec-ngram", "specdec-cascade")
+DRAFTING = ("specdec-ngram", "specdec-cascade")
 COPYING_TASKS = ("code_edit", "rag", "summarize")
 
 
@@ -81,8 +92,17 @@ def make(name: str, args: argparse.Namespace, loaded: dict[str, Any]) -> Callabl
     model = loaded[package]
     if package == "transformers":
         return Transformers(model, args.lookup if name.endswith("lookup") else None)
-    drafter = PromptLookup() if name.endswith("ngram") else NoDraft()
-    return Ours(SpeculativeDecoder(model, drafter, num_draft_tokens=args.k))
+    drafters = {
+        "plain": NoDraft,
+        "ngram": PromptLookup,
+        "cascade": lambda: Cascade([SuffixDrafter(min_match=CASCADE_MATCH), EagleDrafter(args.model)]),
+    }
+    return Ours(SpeculativeDecoder(model, drafters[name.split("-")[1]](), num_draft_tokens=args.k))
+
+
+def providers(args: argparse.Namespace) -> list[str]:
+    """Those that there are for the model."""
+    return [name for name in PROVIDERS if name != "specdec-cascade" or shipped_head(args.model) is not None]
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -93,9 +113,9 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 def timed(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per prompt and provider."""
     tokenizer, loaded = load_tokenizer(args.model), {}
-    providers = {name: make(name, args, loaded) for name in PROVIDERS}
+    made = {name: make(name, args, loaded) for name in providers(args)}
     warm = encode(tokenizer, "Hello!")
-    for provider in providers.values():
+    for provider in made.values():
         provider(warm, 8)
     origin = provenance() | {"bench": "generate", "model": args.model, "dtype": args.dtype, "k": args.k}
     origin |= {"lookup": args.lookup, "max_new_tokens": args.max_new_tokens}
@@ -103,7 +123,7 @@ def timed(args: argparse.Namespace) -> list[dict[str, Any]]:
     for prompt in tqdm(prompts(args.tasks, args.per_task), file=sys.stderr, unit="prompt"):
         ids = encode(tokenizer, prompt["prompt"])
         results = {}
-        for name, provider in providers.items():
+        for name, provider in made.items():
             seconds = []
             for _ in range(args.repeats):
                 start = time.perf_counter()
@@ -112,7 +132,7 @@ def timed(args: argparse.Namespace) -> list[dict[str, Any]]:
             results[name]["seconds"] = median(seconds)
         for name, result in results.items():
             plain = results["transformers" if name.startswith("transformers") else "specdec-plain"]
-            new = result.pop("token_ids") if name.endswith(("lookup", "ngram")) else result["token_ids"]
+            new = result["token_ids"]
             result |= {"new_tokens": len(new), "identical": new == plain["token_ids"]}
             row = {"provider": name, "id": prompt["id"], "task": prompt["task"], "prompt_tokens": len(ids)}
             rows.append(origin | row | {key: value for key, value in result.items() if key != "token_ids"})
@@ -124,7 +144,7 @@ def timed(args: argparse.Namespace) -> list[dict[str, Any]]:
 def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Peak resident memory of one generation, each provider in its own process."""
     rows = []
-    for name in PROVIDERS:
+    for name in providers(args):
         command = [sys.executable, "-m", "bench.bench_generate", "--peak-of", name, "--dtype", args.dtype]
         command += ["--model", args.model, "--max-new-tokens", str(args.max_new_tokens), "-k", str(args.k)]
         peak = json.loads(subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).splitlines()[-1])
@@ -151,45 +171,54 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         groups.append(("+".join(COPYING_TASKS), list(COPYING_TASKS)))
     for label, members in groups:
         chosen = [row for row in rows if row["task"] in members]
-        by = {name: {row["id"]: row for row in chosen if row["provider"] == name} for name in PROVIDERS}
-        speed = {n: {i: r["new_tokens"] / r["seconds"] for i, r in by[n].items()} for n in PROVIDERS}
+        names = [name for name in PROVIDERS if any(row["provider"] == name for row in chosen)]
+        by = {name: {row["id"]: row for row in chosen if row["provider"] == name} for name in names}
+        speed = {name: {i: r["new_tokens"] / r["seconds"] for i, r in by[name].items()} for name in names}
 
         def ratio(ours: str, theirs: str, speed: dict[str, dict[str, float]] = speed) -> list[float]:
             return [speed[ours][i] / speed[theirs][i] for i in speed[ours]]
 
-        ngram = by["specdec-ngram"].values()
-        drafted = sum(row["drafted"] for row in ngram)
-        out.append(
-            {
-                "task": label,
-                "prompts": len(ngram),
-                "tokens_per_second": {name: median(speed[name].values()) for name in PROVIDERS},
-                "plain_vs_transformers": median(ratio("specdec-plain", "transformers")),
-                "ngram_vs_lookup": median(ratio("specdec-ngram", "transformers-lookup")),
-                "ngram_vs_transformers": median(ratio("specdec-ngram", "transformers")),
-                "ngram_vs_plain": median(ratio("specdec-ngram", "specdec-plain")),
-                "ngram_vs_plain_p20": quantile(ratio("specdec-ngram", "specdec-plain"), 0.2),
-                "acceptance_rate": sum(row["accepted"] for row in ngram) / drafted if drafted else None,
-                "tokens_per_pass": sum(r["new_tokens"] for r in ngram) / sum(r["target_passes"] for r in ngram),
-                "identical": {n: sum(row["identical"] for row in by[n].values()) for n in PROVIDERS},
-            }
-        )
+        group = {
+            "task": label,
+            "prompts": len(by["specdec-plain"]),
+            "tokens_per_second": {name: median(speed[name].values()) for name in names},
+            "identical": {name: sum(row["identical"] for row in by[name].values()) for name in names},
+            "plain_vs_transformers": median(ratio("specdec-plain", "transformers")),
+        }
+        for name in DRAFTING:
+            if name in names:
+                mine = by[name].values()
+                drafted = sum(row["drafted"] for row in mine)
+                group[name] = {
+                    "vs_lookup": median(ratio(name, "transformers-lookup")),
+                    "vs_transformers": median(ratio(name, "transformers")),
+                    "vs_plain": median(ratio(name, "specdec-plain")),
+                    "vs_plain_p20": quantile(ratio(name, "specdec-plain"), 0.2),
+                    "acceptance_rate": sum(row["accepted"] for row in mine) / drafted if drafted else None,
+                    "tokens_per_pass": sum(r["new_tokens"] for r in mine) / sum(r["target_passes"] for r in mine),
+                }
+        out.append(group)
     return out
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The summary as a Markdown table."""
-    head = "| task | transformers | its prompt lookup | ours plain | ours n-gram | n-gram / transformers | acceptance | same text: theirs | same text: ours |"
-    lines = [head, "| --- " + "| ---: " * 8 + "|"]
-    for group in summary(rows):
+    groups = summary(rows)
+    titles = {"specdec-ngram": "n-gram", "specdec-cascade": "cascade"}
+    drafting = [name for name in DRAFTING if name in groups[0]]
+    ours = [titles[name] for name in drafting]
+    head = ["task", "transformers", "its prompt lookup", "ours plain", *(f"ours {title}" for title in ours)]
+    head += [f"{title} / transformers" for title in ours] + [f"tokens per pass: {title}" for title in ours]
+    head += ["same text: theirs", *(f"ours {title}" for title in ours)]
+    lines = ["| " + " | ".join(head) + " |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
+    for group in groups:
         speed, same, n = group["tokens_per_second"], group["identical"], group["prompts"]
-        rate = group["acceptance_rate"]
-        lines.append(
-            f"| {group['task'].replace('+', ' + ')} | {speed['transformers']:.1f} | {speed['transformers-lookup']:.1f}"
-            f" | {speed['specdec-plain']:.1f} | {speed['specdec-ngram']:.1f} | {group['ngram_vs_transformers']:.2f} ×"
-            f" | {'–' if rate is None else format(rate, '.0%')} | {same['transformers-lookup']} of {n}"
-            f" | {same['specdec-ngram']} of {n} |"
-        )
+        cells = [group["task"].replace("+", " + ")]
+        cells += [f"{speed[name]:.1f}" for name in ("transformers", "transformers-lookup", "specdec-plain", *drafting)]
+        cells += [f"{group[name]['vs_transformers']:.2f} ×" for name in drafting]
+        cells += [f"{group[name]['tokens_per_pass']:.2f}" for name in drafting]
+        cells += [f"{same[name]} of {n}" for name in ("transformers-lookup", *drafting)]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
