@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from specdec_triton.drafters.base import (
     drafts_of,
     nothing,
 )
-from specdec_triton.drafters.columns import Columns
+from specdec_triton.drafters.cached import CachedSession
 from specdec_triton.drafters.translated_model import TranslatedSession
 from specdec_triton.drafters.translation import Recutting, Translation, same_texts, token_texts
 
@@ -122,68 +122,27 @@ class DraftModel(Drafter):
         return Translation(theirs, ours, target.vocab_size, adapter.vocab_size, fallback)
 
 
-class _Session(DraftSession):
-    """The draft model with its own cache; ``seen`` tokens of each text lie in it.
+class _Session(CachedSession):
+    """The draft model with its own cache.
 
-    A round leaves the keys of the last text token and of all drafts but the last in the cache. Those of rejected drafts
-    are dropped by lowering the count; after full acceptance one key is missing, and the next round's first pass feeds
-    that token too, so that its shape never changes.
+    A round leaves the keys of the last text token and of all drafts but the last in the cache. After full acceptance one key is missing,
+    and the next round's first pass feeds that token too, so that its shape never changes.
     """
 
     adapter: ModelAdapter
-    seen: torch.Tensor
-    free = False
 
     def __init__(self, adapter: ModelAdapter, cache: KVCache, vocab_size: int, options: SessionOptions) -> None:
+        super().__init__(cache, options, fixed_shapes=adapter.fixed_shapes)
         self.adapter = adapter
         self._vocab_size = vocab_size
-        self._cache = cache
-        self._columns = Columns(cache, options, fixed_shapes=adapter.fixed_shapes)
         self.max_len = adapter.max_len
-        with torch.inference_mode(False):
-            self.seen = torch.zeros(options.slots, dtype=torch.int32, device=adapter.device)
 
-    @property
-    def version(self) -> int:
-        return self._cache.version
-
-    @property
-    def key(self) -> Hashable:
-        return self._columns.count
-
-    def reserve(self, slot: int, tokens: int) -> None:
-        tokens = tokens if self.max_len is None else min(tokens, self.max_len)
-        self._cache.reserve(slot, tokens)
-        self._columns.reserve(slot, tokens)
-
-    def move(self, src: int, dst: int) -> None:
-        self._cache.move(src, dst)
-        self.seen[dst] = self.seen[src]
-        self._columns.move(src, dst)
-        self._forget(src)
-
-    def release(self, slot: int) -> None:
-        self._cache.release(slot)
-        self._forget(slot)
-
-    def swap_out(self, slot: int, tokens: int) -> Any:
-        saved = tokens, self._cache.swap_out(slot, tokens)
-        self._forget(slot)
-        return saved
-
-    def swap_in(self, slot: int, saved: Any) -> None:
-        tokens, pages = saved
-        self._cache.swap_in(slot, pages)
-        self._columns.reserve(slot, tokens)
-        self.seen[slot] = tokens
-
-    def _forget(self, slot: int) -> None:
-        self.seen[slot] = 0
-        self._columns.release(slot)
+    def room(self, tokens: int) -> int:
+        return tokens if self.max_len is None else min(tokens, self.max_len)
 
     def extend(self, slot: int, text: torch.Tensor, start: int, stop: int) -> None:
         stop = stop if self.max_len is None else min(stop, self.max_len)
-        table = self._table(slice(slot, slot + 1))
+        table = self.table(slice(slot, slot + 1))
         while start < stop:
             end = min(start + _CHUNK, stop)
             context = torch.full((1,), start, dtype=torch.int32, device=text.device)
@@ -203,7 +162,7 @@ class _Session(DraftSession):
         k = min(round_.k, int(limits.max())) if round_.reads else round_.k
         if k == 0:
             return nothing(round_.lens)
-        table = self._table(slice(n))
+        table = self.table(slice(n))
 
         going = limits > 0
         width = int(torch.where(going, missing, 1).max()) if round_.reads else _FIRST
@@ -237,9 +196,6 @@ class _Session(DraftSession):
 
     def drafting(self, n: int) -> Callable[[], object]:
         return drafting_pass(self.adapter, n, self._cache.page_size)
-
-    def _table(self, rows: slice) -> torch.Tensor:
-        return self._cache.block_table[rows, : self._columns.count]
 
 
 def drafting_pass(adapter: ModelAdapter, n: int, page_size: int) -> Callable[[], object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from specdec_triton.drafters.base import (
     drafts_of,
     nothing,
 )
-from specdec_triton.drafters.columns import Columns
+from specdec_triton.drafters.cached import CachedSession
 from specdec_triton.drafters.heads.checkpoint import Checkpoint, find
 from specdec_triton.drafters.heads.growing import fed_nodes, grow, level_of
 from specdec_triton.drafters.heads.states import LastStates
@@ -84,7 +84,7 @@ class EagleDrafter(Drafter):
         return _Session(head, taps, target, options, self.tree)
 
 
-class _Session(DraftSession):
+class _Session(CachedSession):
     """The head with its own cache, and the target's last hidden states of each text.
 
     ``seen`` tokens of a text have been fed to the head: the pairs of hidden state i and token i + 1 for i = 0 .. seen - 2, whose keys lie
@@ -92,8 +92,6 @@ class _Session(DraftSession):
     behind them, and are forgotten with the round: the next one has the target's own hidden states in their place.
     """
 
-    free = False
-    seen: torch.Tensor
     memory: int
 
     def __init__(
@@ -122,11 +120,9 @@ class _Session(DraftSession):
             *(ops.resolve_backend(backend, op, like) for op in ("append_kv", "verify_attention", "skinny_linear"))
         )
         longest = None if options.max_tokens is None else options.max_tokens + self._spare
-        self._cache = self._new_cache(options.slots, options.page_size, options.num_pages, longest)
-        self._columns = Columns(self._cache, options, fixed_shapes=self._fixed)
+        cache = self._new_cache(options.slots, options.page_size, options.num_pages, longest)
+        super().__init__(cache, options, fixed_shapes=self._fixed)
         self.max_len = target.max_len
-        with torch.inference_mode(False):
-            self.seen = torch.zeros(options.slots, dtype=torch.int32, device=device)
         ids = self._vocab_size if head.ids is None else len(head.ids)
         self.costs_like = f"EAGLE head, {head.out.out_features} wide, {ids} ids, {tree}"
         self._states = LastStates(options.slots, self.memory, head.out.out_features, head.dtype, device)
@@ -143,46 +139,22 @@ class _Session(DraftSession):
             max_tokens=max_tokens,
         )
 
-    @property
-    def version(self) -> int:
-        return self._cache.version
-
-    @property
-    def key(self) -> Hashable:
-        return self._columns.count
-
     # What it holds of each slot.
 
-    def reserve(self, slot: int, tokens: int) -> None:
-        self._cache.reserve(slot, tokens + self._spare)
-        self._columns.reserve(slot, tokens + self._spare)
+    def room(self, tokens: int) -> int:
+        return tokens + self._spare
 
     def move(self, src: int, dst: int) -> None:
-        self._cache.move(src, dst)
-        self.seen[dst] = self.seen[src]
+        super().move(src, dst)
         self._states.move(src, dst)
-        self._columns.move(src, dst)
-        self._forget(src)
-
-    def release(self, slot: int) -> None:
-        self._cache.release(slot)
-        self._forget(slot)
 
     def swap_out(self, slot: int, tokens: int) -> Any:
-        saved = tokens, self._cache.swap_out(slot, tokens), self._states.take(slot)
-        self._forget(slot)
-        return saved
+        return super().swap_out(slot, tokens), self._states.take(slot)
 
     def swap_in(self, slot: int, saved: Any) -> None:
-        tokens, pages, states = saved
-        self._cache.swap_in(slot, pages)
+        held, states = saved
+        super().swap_in(slot, held)
         self._states.give(slot, states)
-        self._columns.reserve(slot, tokens)
-        self.seen[slot] = tokens
-
-    def _forget(self, slot: int) -> None:
-        self.seen[slot] = 0
-        self._columns.release(slot)
 
     # What it learns of a text.
 
@@ -196,7 +168,7 @@ class _Session(DraftSession):
         start = max(start, 1)  # the first token makes no pair
         if start < stop:
             context = torch.full((1,), start - 1, dtype=torch.int32, device=text.device)
-            self._feed(text[None], context, None, stop - start, rows, self._table(rows))
+            self._feed(text[None], context, None, stop - start, rows, self.table(rows))
         self.seen[slot] = stop
 
     def _feed(
@@ -250,7 +222,7 @@ class _Session(DraftSession):
             k = min(k, int(limits.max()))
         if k == 0:
             return nothing(round_.lens)
-        table = self._table(rows)
+        table = self.table(rows)
         going = limits > 0
         fed = torch.where(going, missing, 0)
         width = int(fed.max()) if round_.reads else self.reach
@@ -328,6 +300,3 @@ class _Session(DraftSession):
             return self._head.lm_head(self._head.finish(self._layer(p, at, tokens, hidden)))
 
         return draft
-
-    def _table(self, rows: slice) -> torch.Tensor:
-        return self._cache.block_table[rows, : self._columns.count]

@@ -19,7 +19,7 @@ from specdec_triton.drafters.base import (
     drafts_of,
     nothing,
 )
-from specdec_triton.drafters.columns import Columns
+from specdec_triton.drafters.cached import Columns
 from specdec_triton.errors import UnsupportedModelError
 
 if TYPE_CHECKING:

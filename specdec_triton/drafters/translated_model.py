@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from specdec_triton.drafters.base import Drafts, DraftSession, Drawn, Round, SessionOptions, Turns, drafts_of, nothing
-from specdec_triton.drafters.columns import Columns
+from specdec_triton.drafters.base import Drafts, Drawn, Round, SessionOptions, Turns, drafts_of, nothing
+from specdec_triton.drafters.cached import CachedSession
 from specdec_triton.drafters.translation import PIECES
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _RATIO, _MORE = (
 )  # room for so many tokens of its own for each of the target's, and some; texts that need more get no drafts
 
 
-class TranslatedSession(DraftSession):
+class TranslatedSession(CachedSession):
     """As of a draft model that shares the tokenizer, but each token of the target's is up to 8 of its own in the cache.
 
     Without ``back`` it drafts among the tokens that both have: a draft is one token for either, so that rejected ones are forgotten as
@@ -39,8 +39,6 @@ class TranslatedSession(DraftSession):
     """
 
     adapter: ModelAdapter
-    seen: torch.Tensor
-    free = False
 
     def __init__(
         self,
@@ -52,26 +50,16 @@ class TranslatedSession(DraftSession):
         drafting: Callable[[int], Callable[[], object]],
         back: Callable[[Sequence[int], Sequence[int]], list[int]] | None = None,
     ) -> None:
+        super().__init__(cache, options, fixed_shapes=adapter.fixed_shapes)
         if back is not None:
             self.reach = options.max_drafts + 1  # drafts' keys are not kept
         self._back = back
         self.adapter = adapter
-        self._cache = cache
         self._words = words.to(adapter.device)
         self._vocab_size = vocab_size
-        self._columns = Columns(cache, options, fixed_shapes=adapter.fixed_shapes)
         self._drafting = drafting
         with torch.inference_mode(False):
-            self.seen = torch.zeros(options.slots, dtype=torch.int32, device=adapter.device)
             self._room = torch.zeros_like(self.seen)  # for own tokens
-
-    @property
-    def version(self) -> int:
-        return self._cache.version
-
-    @property
-    def key(self) -> Hashable:
-        return self._columns.count
 
     @staticmethod
     def room_for(tokens: int, max_len: int | None) -> int:
@@ -79,25 +67,26 @@ class TranslatedSession(DraftSession):
         own = _RATIO * tokens + _MORE
         return own if max_len is None else min(own, max_len)
 
+    def room(self, tokens: int) -> int:
+        return self.room_for(tokens, self.adapter.max_len)
+
     def reserve(self, slot: int, tokens: int) -> None:
-        room = self.room_for(tokens, self.adapter.max_len)
-        self._cache.reserve(slot, room)
-        self._columns.reserve(slot, room)
-        self._room[slot] = room
+        super().reserve(slot, tokens)
+        self._room[slot] = self.room(tokens)
 
     def move(self, src: int, dst: int) -> None:
-        self._cache.move(src, dst)
-        self.seen[dst], self._room[dst] = self.seen[src], self._room[src]
-        self._columns.move(src, dst)
-        self._forget(src)
+        super().move(src, dst)
+        self._room[dst], self._room[src] = self._room[src], 0
 
-    def release(self, slot: int) -> None:  # a request that comes back is read anew
-        self._cache.release(slot)
-        self._forget(slot)
+    def swap_out(self, slot: int, tokens: int) -> None:
+        self.release(slot)  # and read the text anew
+
+    def swap_in(self, slot: int, saved: None) -> None:
+        pass
 
     def _forget(self, slot: int) -> None:
-        self.seen[slot] = self._room[slot] = 0
-        self._columns.release(slot)
+        super()._forget(slot)
+        self._room[slot] = 0
 
     def extend(self, slot: int, text: torch.Tensor, start: int, stop: int) -> None:
         """Reads how many tokens of its own there are."""
@@ -106,7 +95,7 @@ class TranslatedSession(DraftSession):
         own = own[own >= 0]
         first = int(self._words.counts[known[:start]].sum())
         if first + len(own) <= int(self._room[slot]):
-            table = self._cache.block_table[slot : slot + 1, : self._columns.count]
+            table = self.table(slice(slot, slot + 1))
             for chunk in own.split(_CHUNK):
                 context = torch.full((1,), first, dtype=torch.int32, device=text.device)
                 self.adapter.forward(chunk[None], self._cache, table, context, last_only=True)
@@ -131,7 +120,7 @@ class TranslatedSession(DraftSession):
         new = self._own(texts, start, missing)
         if round_.reads:
             new = new[:, : max(int(fed.max()), 1)]
-        table = self._cache.block_table[:n, : self._columns.count]
+        table = self.table(slice(n))
         scored = self.adapter.forward(new, self._cache, table, own_start, fed, last_only=True)[:, 0]
         seen.copy_(torch.where(going, lens, seen))
 
