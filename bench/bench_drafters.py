@@ -177,6 +177,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def by_task(rows: list[dict[str, Any]], provider: str = "eagle") -> str:
+    """Of one drafter: how many of the drafts at each place were accepted, by task, as a Markdown table."""
+    lines = ["| task | 1st draft kept | 2nd | 3rd | 4th | tokens per pass |", "| --- " + "| ---: " * 5 + "|"]
+    mine = [row for row in rows if row["provider"] == provider]
+    tasks = dict.fromkeys(row["task"] for row in mine)
+    for label, members in [*((task, {task}) for task in tasks), ("all", {*tasks})]:
+        some = [row for row in mine if row["task"] in members]
+        shares = ["–" if (x := _share(some, place)) is None else f"{x:.0%}" for place in range(4)]
+        passes = sum(row["new_tokens"] for row in some) / sum(row["target_passes"] for row in some)
+        lines.append(f"| {label} | {' | '.join(shares)} | {passes:.2f} |")
+    return "\n".join(lines)
+
+
 def write_table(docs: Path, rows: list[dict[str, Any]]) -> None:
     row = rows[0]
     caption = (
@@ -184,6 +197,16 @@ def write_table(docs: Path, rows: list[dict[str, Any]]) -> None:
         f" ratios and include the prompt's pass. {row['device']}, {row['threads']} threads, torch {row['torch']}."
     )
     fill_in(docs, "drafters table", f"{table(rows)}\n\n{caption}")
+
+
+def write_card(card: Path, rows: list[dict[str, Any]]) -> None:
+    """What the head's own card says of it."""
+    row = rows[0]
+    caption = (
+        f"Chains of 4 drafts, greedy, {row['dtype']}, {row['max_new_tokens']} new tokens, {len({r['id'] for r in rows})} prompts that it was not"
+        " trained on (`bench/prompts.jsonl`). Shares are of all drafts at that place; one is kept only where those before it were."
+    )
+    fill_in(card, "acceptance table", f"{by_task(rows)}\n\n{caption}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -202,6 +225,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--table", type=Path, help="print the table of an existing file and stop")
     parser.add_argument("--docs", type=Path, help="with --table: write it into this file, between its markers")
+    parser.add_argument(
+        "--card", type=Path, help="with --table: write the head's acceptance into this file, between its markers"
+    )
     parser.add_argument("--out", type=Path, help=f"rows as JSON lines, such as {RESULTS.name}/drafters.jsonl")
     return parser.parse_args(argv)
 
@@ -212,6 +238,8 @@ def main(argv: list[str] | None = None) -> None:
     print(table(rows))
     if args.table and args.docs:
         write_table(args.docs, rows)
+    if args.table and args.card:
+        write_card(args.card, rows)
 
 
 if __name__ == "__main__":

@@ -291,3 +291,58 @@ def test_only_near_ties_are_excused():
     assert unexplained([torch.tensor([2, 2, 2])], judge) == []
     assert unexplained([torch.tensor([1, 2, 2])], judge) == []
     assert unexplained([torch.tensor([1, 1, 1])], judge) == [1, 2]
+
+
+def test_tables_of_text(tmp_path):
+    """Of rows made by hand: ratios are paired by prompt, shares are counted over drafts, and a table goes between its markers."""
+    from bench import bench_drafters, bench_generate
+
+    origin = {
+        "dtype": "bfloat16", "max_new_tokens": 10, "device": "a CPU", "threads": 2, "torch": "2", "transformers": "5", "lookup": 5, "k": 8,
+    }  # fmt: skip
+    phases = {"draft": 1.0, "verify": 3.0, "accept": 0.0}
+    plain = {"drafted_at": [], "accepted_at": [], "phase_seconds": {}, "target_passes": 10, "drafted": 0, "accepted": 0}
+    head = {
+        "drafted_at": [4, 4],
+        "accepted_at": [3, 1],
+        "phase_seconds": phases,
+        "target_passes": 5,
+        "drafted": 8,
+        "accepted": 4,
+    }
+    rows = []
+    for i, task in enumerate(("chat", "rag")):
+        made = {"plain": (plain, 4.0 + i), "eagle": (head, 2.0)}
+        for name, (facts, seconds) in made.items():
+            row = {"provider": name, "id": f"{task}-0", "task": task, "seconds": seconds, "new_tokens": 10}
+            rows.append(origin | row | facts | {"identical": True})
+    lines = bench_drafters.table(rows).splitlines()
+    assert lines[-1] == "| eagle | 2.00 | 2.00 | 2.00 × | 2.25 × | 2.00 × | 75% | 25% | 25% | 2 of 2 |"
+    lines = bench_drafters.by_task(rows).splitlines()
+    assert lines[2:] == [f"| {task} | 75% | 25% | – | – | 2.00 |" for task in ("chat", "rag", "all")]
+    card = tmp_path / "card.md"
+    card.write_text("above\n<!-- acceptance table -->\nold\n<!-- end of acceptance table -->\nbelow\n")
+    bench_drafters.write_card(card, rows)
+    assert card.read_text().startswith("above\n<!-- acceptance table -->\n| task | 1st draft kept")
+    assert card.read_text().endswith("were.\n<!-- end of acceptance table -->\nbelow\n")
+    assert "old" not in card.read_text()
+
+    named = {"plain": "specdec-plain", "eagle": "specdec-cascade"}
+    theirs = [
+        row | {"provider": name}
+        for row in rows[::2]
+        for name in ("transformers", "transformers-lookup", "specdec-ngram")
+    ]
+    ours = [row | {"provider": named[row["provider"]]} for row in rows]
+    lines = bench_generate.table(theirs + ours).splitlines()
+    assert lines[0].startswith(
+        "| task | transformers | its prompt lookup | ours plain | ours n-gram | ours cascade | n-gram / transformers |"
+    )
+    assert (
+        lines[2] == "| chat | 2.5 | 2.5 | 2.5 | 2.5 | 5.0 | 1.00 × | 2.00 × | 1.00 | 2.00 | 1 of 1 | 1 of 1 | 1 of 1 |"
+    )
+    assert lines[-1].startswith("| all | 2.2 | 2.2 | 2.2 | 2.2 | 5.0 | 1.00 × | 2.25 × |")
+    assert (
+        len(bench_generate.table(theirs + [row for row in ours if row["provider"] == "specdec-plain"]).splitlines())
+        == 5
+    )
