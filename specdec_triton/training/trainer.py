@@ -34,7 +34,7 @@ class Schedule:
     rate: float = 8e-4
     warmup: float = 0.03
     steps: int = 3
-    single: float = 0.6
+    single: float = 2 / 3
     held_out: float = 0.04
 
 
