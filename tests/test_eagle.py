@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from head_cases import CONFIG, WIDTH, eagle_chain, eagle_logits, eagle_tensors, save
 
 from specdec_triton import EagleDrafter, NoDraft, SamplingParams, SpeculativeDecoder, optimize
 from specdec_triton.adapter import ModelAdapter
+from specdec_triton.cli.loading import default_draft
 from specdec_triton.drafters import SessionOptions
 from specdec_triton.drafters.base import Drawn, Round
+from specdec_triton.drafters.heads.checkpoint import Checkpoint
+from specdec_triton.drafters.heads.load_eagle import read_eagle
 from specdec_triton.errors import ModelNotFoundError, UnsupportedModelError
+from specdec_triton.models import shipped_head
 from specdec_triton.testing import batch_of, plain_greedy, toy_model
 
 LAYERS = 6
@@ -277,3 +283,19 @@ def test_sampled_texts_follow_the_target(version, tmp_path):
     source = save(tmp_path / "head", eagle_tensors(model, **VERSIONS[version]), CONFIG)
     report = check_distribution(ModelAdapter(model), EagleDrafter(source), TEXT, samples=400)
     assert report.passed, report
+
+
+def test_the_head_that_comes_with_the_package():
+    """It is small, whole, for SmolLM2's shapes, and what the command drafts with if nothing is said."""
+    folder = shipped_head("smollm2")
+    assert folder is not None
+    assert (folder / "model.safetensors").stat().st_size < 25e6
+    assert "| all |" in (folder / "README.md").read_text()
+    config = SimpleNamespace(num_hidden_layers=30)
+    model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(weight=torch.empty(49152, 576)))
+    target = SimpleNamespace(hidden_size=576, vocab_size=49152, config=config, model=model)
+    head, taps = read_eagle(Checkpoint("smollm2"), target, None)
+    assert taps == (2, 15, 27)
+    assert len(head.ids) == 8192
+    assert head.three
+    assert (default_draft("smollm2"), default_draft("some/model")) == ("cascade", "ngram")
