@@ -5,8 +5,8 @@
     python -m bench.bench_generate --memory                 # peak memory of each provider, in a process of its own
 
 Providers: transformers plain; transformers prompt lookup (``--lookup`` drafts a round); ours plain (NoDraft); ours with PromptLookup;
-for a model whose head comes with the package, ours with that head behind a SuffixDrafter, the default. Each prompt runs through all of them before the next begins. Speeds include the prompt's pass. "identical" is
-against the plain decoding of the same package. One short generation of each provider comes first and is not counted.
+for a model whose head comes with the package, ours with that head behind a SuffixDrafter, the default. Each prompt runs through all of
+them before the next begins. Speeds include the prompt's pass. "identical" is against the plain decoding of the same package. One short generation of each provider comes first and is not counted.
 """
 
 from __future__ import annotations
