@@ -36,7 +36,6 @@ from specdec_triton import (
     SuffixDrafter,
     optimize,
 )
-from specdec_triton.cli.loading import CASCADE_MATCH
 from specdec_triton.drafters import Drafter
 from specdec_triton.models import load_model, load_tokenizer, shipped_head
 
@@ -62,8 +61,7 @@ def providers(args: argparse.Namespace) -> dict[str, tuple[Callable[[], Drafter]
         found["eagle"] = (lambda: EagleDrafter(head), 4, False)
         found["eagle, tree"] = (lambda: EagleDrafter(head, tree=_TREE), _NODES, False)
         found["eagle, adaptive"] = (lambda: EagleDrafter(head), 4, True)
-        cascade = (lambda: Cascade([SuffixDrafter(min_match=args.match), EagleDrafter(head)]), 4, True)
-        found["cascade, adaptive"] = cascade
+        found["cascade, adaptive"] = (lambda: Cascade.after_suffix(EagleDrafter(head), args.match), 4, True)
     return {name: x for name, x in found.items() if not args.only or name in args.only or name == "plain"}
 
 
@@ -220,7 +218,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--match",
         type=int,
-        default=CASCADE_MATCH,
+        default=3,
         help="tokens that must repeat before the cascade's head is not asked",
     )
     parser.add_argument("--only", nargs="*", help="drafters by name, besides plain")

@@ -32,10 +32,8 @@ from specdec_triton import (
     PromptLookup,
     SamplingParams,
     SpeculativeDecoder,
-    SuffixDrafter,
     optimize,
 )
-from specdec_triton.cli.loading import CASCADE_MATCH
 from specdec_triton.models import load_model, load_tokenizer, shipped_head
 
 PROVIDERS = ("transformers", "transformers-lookup", "specdec-plain", "specdec-ngram", "specdec-cascade")
@@ -95,7 +93,7 @@ def make(name: str, args: argparse.Namespace, loaded: dict[str, Any]) -> Callabl
     drafters = {
         "plain": NoDraft,
         "ngram": PromptLookup,
-        "cascade": lambda: Cascade([SuffixDrafter(min_match=CASCADE_MATCH), EagleDrafter(args.model)]),
+        "cascade": lambda: Cascade.after_suffix(EagleDrafter(args.model)),
     }
     return Ours(SpeculativeDecoder(model, drafters[name.split("-")[1]](), num_draft_tokens=args.k))
 

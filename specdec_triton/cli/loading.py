@@ -17,7 +17,6 @@ from specdec_triton.sampling import MAX_DRAFT_TOKENS
 if TYPE_CHECKING:
     from specdec_triton.drafters import Drafter, DynamicTree
 
-CASCADE_MATCH = 3  # tokens that must repeat before a model is not asked
 DTYPES = ("bfloat16", "float32", "float16")
 FREE = ("ngram", "suffix")  # drafts that cost next to nothing
 _WITHOUT_MODEL = (*FREE, "skip", "none")
@@ -215,7 +214,7 @@ def load_drafter(args: argparse.Namespace, device: str, target: Any, tokenizers:
             "skip": drafters.LayerSkip,
         }
         drafter = makers[kind]()
-    return drafters.Cascade([drafters.SuffixDrafter(min_match=CASCADE_MATCH), drafter]) if cascade else drafter
+    return drafters.Cascade.after_suffix(drafter) if cascade else drafter
 
 
 def _head(target: str, path: str) -> str:

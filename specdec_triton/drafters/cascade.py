@@ -10,6 +10,7 @@ import torch
 
 from specdec_triton._checks import require
 from specdec_triton.drafters.base import Drafter, Drafts, DraftSession, Round, SessionOptions, nothing
+from specdec_triton.drafters.suffix import SuffixDrafter
 from specdec_triton.trees import chain_parents
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Cascade(Drafter):
         ValueError: no drafters, or what is none among them; once bound, drafters in another order.
 
     Example:
-        >>> drafter = Cascade([SuffixDrafter(min_match=3), DraftModel(small)])
+        >>> drafter = Cascade([PromptLookup(), DraftModel(small)])
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -36,6 +37,16 @@ class Cascade(Drafter):
             require(isinstance(drafter, Drafter), "drafters", "a list of drafters", f"a {type(drafter).__name__} in it")
         self.drafters = tuple(drafters)
         self.trees = any(drafter.trees for drafter in drafters)
+
+    @classmethod
+    def after_suffix(cls, drafter: Drafter, min_match: int = 3) -> Cascade:
+        """``drafter`` behind suffix lookup, as the command's ``--draft cascade:DRAFTER`` has it.
+
+        Args:
+            min_match: so many tokens must have occurred before, in the request's own text, for ``drafter`` not to be asked. Shorter
+                repetitions are continued less often than a model drafts well (docs/drafters.md).
+        """
+        return cls([SuffixDrafter(min_match=min_match), drafter])
 
     def bind(self, target: ModelAdapter, options: SessionOptions) -> DraftSession:
         sessions = [drafter.bind(target, options) for drafter in self.drafters]
