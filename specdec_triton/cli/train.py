@@ -145,9 +145,8 @@ def _train(args: argparse.Namespace, until: float) -> dict[str, Any]:
         ids = frequent_ids(features.learnt_tokens(), args.draft_vocab, tokenizer.all_special_ids, len(ids))
     student = _student(args, model, tokenizer, ids, taps, start)
     steps = 1 if args.kind == "draft" else args.steps
-    single = (
-        Schedule.single if args.kind == "eagle3" and start is None else 0.0
-    )  # a head to begin with knows its first step
+    # The first step comes first in a new head; one to begin with has it, and other kinds are not fed on their own outputs.
+    single = Schedule.single if args.kind == "eagle3" and start is None else 0.0
     schedule = Schedule(epochs=args.epochs, steps=steps, rate=args.rate, single=single)
     trainer = Trainer(student, features, schedule, work / "state.pt")
     with tqdm(total=trainer.total, initial=trainer.done, desc="training", unit=" shards", file=sys.stderr) as bar:
