@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,7 +36,7 @@ def plan_of(contexts, counts, count, table):
     """All requests on the same table; garbage where it needs no page."""
     needed = [-(-(context + n) // SIZE) if n else 0 for context, n in zip(contexts, counts, strict=True)]
     tables = tuple(tuple(table[:n]) + (GARBAGE,) * (5 - n) for n in needed)
-    return paging.Plan(tables, contexts, counts, count, SIZE)
+    return paging.Plan(np.array(tables), contexts, counts, count, SIZE)
 
 
 def same_bytes(a, b):
@@ -45,10 +46,10 @@ def same_bytes(a, b):
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 @pytest.mark.parametrize(("contexts", "counts", "count"), BATCHES.values(), ids=BATCHES)
 def test_new_tokens_lie_where_the_table_says(contexts, counts, count, table):
-    take, page, slot = plan_of(contexts, counts, count, table).new()
+    take, slots = plan_of(contexts, counts, count, table).new()
     tokens = [(b, t) for b, n in enumerate(counts) for t in range(n)]
-    assert page.tolist() == [table[(contexts[b] + t) // SIZE] for b, t in tokens]
-    assert slot.tolist() == [(contexts[b] + t) % SIZE for b, t in tokens]
+    positions = [(b, contexts[b] + t) for b, t in tokens]
+    assert slots.tolist() == [table[i // SIZE] * SIZE + i % SIZE for _, i in positions]
     if 0 < len(tokens) < len(counts) * count:
         assert take.tolist() == [b * count + t for b, t in tokens]
     else:
@@ -61,10 +62,10 @@ def test_new_tokens_lie_where_the_table_says(contexts, counts, count, table):
 def test_loads_what_the_table_says(table, strided, dtype):
     """Some positions twice, in no order."""
     cache, positions = cache_of(dtype, strided), [0, 4, 5, 19, 18, 7, 7, 0, 12]
-    plan = paging.Plan((tuple(table),), (20,), (0,), 1, SIZE)
-    page, slot = plan.locate(torch.tensor([0]), torch.tensor(positions))
+    plan = paging.Plan(np.array([table]), (20,), (0,), 1, SIZE)
+    slots = plan.slots(np.array([0]), np.array(positions))
     out = torch.full((len(positions), 2, 16), SENTINEL).to(dtype)
-    paging.load(cache, page * SIZE + slot, out)
+    paging.load(cache, slots, out)
     assert same_bytes(out, torch.stack([cache[table[i // SIZE], i % SIZE] for i in positions]))
 
 
@@ -83,7 +84,7 @@ def test_stores_there_and_nowhere_else(strided, dtype):
     want = cache.clone()
     for i, (page, slot) in enumerate([(9, 0), (0, 4), (3, 2)]):
         want[page, slot] = rows[i]
-    paging.store(cache, torch.tensor([9, 0, 3]), torch.tensor([0, 4, 2]), rows)
+    paging.store(cache, torch.tensor([9 * SIZE, 4, 3 * SIZE + 2]), rows)
     assert same_bytes(cache, want)
 
 

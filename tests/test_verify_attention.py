@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -488,7 +489,7 @@ GROUPS = {
 def test_groups(requests, window, groups):
     """Apart where a longer text or draft would cost the others more than a group does."""
     contexts, counts = zip(*requests, strict=True)
-    plan = paging.Plan(((0,),) * len(counts), contexts, counts, max(counts), 1 << 20)
+    plan = paging.Plan(np.zeros((len(counts), 1), np.int32), contexts, counts, max(counts), 1 << 20)
     assert reference._partition(plan, (9, 3, 64), window) == groups
 
 

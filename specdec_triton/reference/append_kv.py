@@ -60,12 +60,12 @@ def append_planned(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_ca
     Args:
         k, v: ``[N,Hkv,D]``, the new tokens of the plan's requests, one behind the other; more rows are not read.
     """
-    _, page, slot = plan.new()
-    if len(page) == 0:
+    _, slots = plan.new()
+    if len(slots) == 0:
         return
     for x, cache in ((k, k_cache), (v, v_cache)):
-        rows = x[: len(page)]
-        store(cache, page, slot, rows if rows.dtype == cache.dtype else _stored(rows, cache))
+        rows = x[: len(slots)]
+        store(cache, slots, rows if rows.dtype == cache.dtype else _stored(rows, cache))
 
 
 def _stored(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:

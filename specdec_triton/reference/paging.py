@@ -2,7 +2,8 @@
 
 On a device, lengths stay on the device, and every slot that the table could reach is masked. On the CPU, where they are
 at hand, a :class:`Plan` turns them into index tensors once for all layers of a pass: however many requests and pages
-there are, a layer's keys are appended by one indexed write and read by one indexed read.
+there are, a layer's keys are appended by one indexed write and read by one indexed read. Plans are made with NumPy: on a few
+hundred integers an operation of PyTorch's costs several times as much, and a drafter of one layer makes a plan for each draft.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 
-@dataclass
+@dataclass(eq=False)
 class Plan:
-    """A pass on the CPU: B requests, ``counts[b]`` of up to ``count`` new positions after ``contexts[b]`` old ones; of trees, what each
-    node sees (``masks[b]``, as ``verify_attention``'s tree_mask)."""
+    """A pass on the CPU: B requests, ``counts[b]`` of up to ``count`` new positions after ``contexts[b]`` old ones, in the pages
+    ``tables [B,P]``; of trees, what each node sees (``masks[b]``, as ``verify_attention``'s tree_mask)."""
 
-    tables: tuple[tuple[int, ...], ...]
+    tables: np.ndarray
     contexts: tuple[int, ...]
     counts: tuple[int, ...]
     count: int
@@ -35,29 +37,29 @@ class Plan:
                 self._kept[key] = make()
         return self._kept[key]
 
-    def locate(self, request: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and slot, int64, of positions of requests (shapes that broadcast) that all have their page."""
-        table = self.keep("table", lambda: torch.tensor(self.tables))
-        return table[request, position // self.page_size], position % self.page_size
+    def slots(self, request: np.ndarray, position: np.ndarray) -> torch.Tensor:
+        """Where positions of requests (int64, shapes that broadcast) lie, counted through all pages, int64; all have their page."""
+        page = self.tables[request, position // self.page_size].astype(np.int64)
+        return torch.from_numpy(page * self.page_size + position % self.page_size)
 
-    def new(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Of the N new tokens, int64 ``[N]`` each: b * count + t (None if that is 0, 1, 2 ...), page and slot."""
+    def new(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Of the N new tokens, int64 ``[N]`` each: b * count + t (None if that is 0, 1, 2 ...), and where they go, as :meth:`slots`."""
         return self.keep("new", self._new)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """The new tokens' rows ``[N,...]`` of ``[B,count,...]``, one behind the other."""
-        take, *_ = self.new()
+        take, _ = self.new()
         rows = x.flatten(0, 1)
         return rows if take is None else rows.index_select(0, take)
 
-    def _new(self) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        counts = torch.tensor(self.counts, dtype=torch.int64)
-        b = torch.arange(len(counts)).repeat_interleave(counts)
+    def _new(self) -> tuple[torch.Tensor | None, torch.Tensor]:
+        counts = np.array(self.counts, np.int64)
+        b = np.arange(len(counts)).repeat(counts)
         if len(b) == 0:
-            return None, b, b
-        t = torch.arange(len(b)) - (counts.cumsum(0) - counts)[b]
-        take = None if len(b) == len(counts) * self.count else b * self.count + t
-        return take, *self.locate(b, torch.tensor(self.contexts)[b] + t)
+            return None, torch.from_numpy(b)
+        t = np.arange(len(b)) - (counts.cumsum() - counts)[b]
+        take = None if len(b) == len(counts) * self.count else torch.from_numpy(b * self.count + t)
+        return take, self.slots(b, np.array(self.contexts, np.int64)[b] + t)
 
 
 _latest = threading.local()  # a plan holds buffers for a pass's keys: one is kept, and threads share none
@@ -74,11 +76,11 @@ def make_plan(
     """The plan of a pass; a pass's later layers get the same object."""
     contexts = tuple(context_lens.tolist())
     counts = (count,) * len(contexts) if query_lens is None else tuple(query_lens.tolist())
-    tables = tuple(map(tuple, block_table.tolist()))
+    tables = block_table.numpy()
     masks = None if tree_mask is None else tuple(map(tuple, tree_mask.tolist()))
-    key = (tables, contexts, counts, count, page_size, masks)
+    key = (tables.tobytes(), contexts, counts, count, page_size, masks)
     if getattr(_latest, "key", None) != key:
-        _latest.key, _latest.plan = key, Plan(*key)
+        _latest.key, _latest.plan = key, Plan(tables.copy(), *key[1:])  # the table changes in place
     plan: Plan = _latest.plan
     return plan
 
@@ -94,11 +96,15 @@ def load(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(cache[slots // size, slots % size])
 
 
-def store(cache: torch.Tensor, page: torch.Tensor, slot: torch.Tensor, rows: torch.Tensor) -> None:
-    """``cache[page[i], slot[i]] = rows[i]``: ``rows [N,Hkv,D]``, in the cache's dtype."""
+def store(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """``cache[page, slot] = rows[i]`` of the flat ``slots[i]``: ``rows [N,Hkv,D]``, in the cache's dtype."""
     if cache.dtype.itemsize == 1:
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
-    cache[page, slot] = rows
+    size = cache.shape[1]
+    if cache.stride(0) == size * cache.stride(1):
+        cache.flatten(0, 1).index_copy_(0, slots, rows)  # of a view
+    else:
+        cache[slots // size, slots % size] = rows
 
 
 def gather(

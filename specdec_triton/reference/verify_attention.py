@@ -15,6 +15,9 @@ and by number of rows, so that one long text or one long draft does not pad all 
 
 from __future__ import annotations
 
+from functools import cached_property
+
+import numpy as np
 import torch
 
 from specdec_triton.reference.paging import Plan, gather, load, make_plan
@@ -53,7 +56,7 @@ def verify_attention(
         plan = make_plan(block_table, context_lens, query_lens, count, page_size)
         rows = plan.pack(q)
         out = attend_planned(rows, k_cache, v_cache, plan, scale, sliding_window, softcap, sinks, k_scale, v_scale)
-        take, *_ = plan.new()
+        take, _ = plan.new()
         if take is None:
             return out.view_as(q)
         return out.new_zeros(batch * count, *q.shape[2:]).index_copy_(0, take, out).view_as(q)
@@ -68,7 +71,7 @@ def verify_attention(
     keys = gather(k_cache, k_scale, block_table, start, end, length)
     values = gather(v_cache, v_scale, block_table, start, end, length)
     begin = torch.zeros_like(context)
-    bias, idle = _bias(context, lens, count, q_heads // k_cache.shape[2], begin, length, sliding_window, tree_mask)
+    bias, idle = _bias(context, lens, begin, count, q_heads // k_cache.shape[2], length, sliding_window, tree_mask)
     return _attend_heads(q, _Operands(q.shape, keys, values, bias, idle), scale, softcap, sinks)
 
 
@@ -106,9 +109,10 @@ def attend_planned(
         return _attend_heads(q, groups[0].load(k_cache, v_cache, k_scale, v_scale), scale, softcap, sinks)
     out = q.new_zeros(max(len(q), total + 1), *q.shape[1:])
     for group in groups:
-        mine = q.index_select(0, group.rows)
+        rows, into = group.rows
+        mine = q.index_select(0, rows)
         mine = _attend_heads(mine, group.load(k_cache, v_cache, k_scale, v_scale), scale, softcap, sinks)
-        out.index_copy_(0, group.into, mine)
+        out.index_copy_(0, into, mine)
     return out[: len(q)]
 
 
@@ -144,8 +148,7 @@ class _Group:
         shape: Hq, Hkv and D. dtype: the caches'.
 
     Attributes:
-        rows: int64 ``[N*T]``: where their T new positions each lie in the pass's rows; a request that has fewer repeats its
-            last. into: the same, but those repeated go to one row behind all. is_all: rows are 0, 1, 2, ... of the pass.
+        is_all: their rows are 0, 1, 2, ... of the pass.
         slots: int64 ``[N*L]``, counted through all pages: where the L keys from each request's first tile on lie. Beside
             the keys it has, the nearest is repeated, which no row sees: nothing else may be read.
         fetched: ``[N*L,Hkv,D]``, a layer's keys, then its values. by_head: the same as ``[N,Hkv,L,D]``.
@@ -155,28 +158,37 @@ class _Group:
         self, plan: Plan, requests: list[int], shape: tuple[int, ...], dtype: torch.dtype, window: int | None
     ) -> None:
         q_heads, kv_heads, dim = shape
-        chosen = torch.tensor(requests)
-        counts = torch.tensor(plan.counts)
-        context, lens = torch.tensor(plan.contexts)[chosen], counts[chosen]
-        count, total = int(lens.max()), int(counts.sum())
-        self.is_all = len(requests) * count == total
-        step = torch.arange(count)
-        row = (counts.cumsum(0) - counts)[chosen, None] + step
-        self.into = row.masked_fill(step >= lens[:, None], total).flatten()
-        self.rows = torch.minimum(row, row[:, :1] + lens[:, None] - 1).flatten()
-        first = torch.tensor([_first_key(plan.contexts[b], window) for b in requests])
+        chosen, counts = np.array(requests), np.array(plan.counts)
+        context, lens = np.array(plan.contexts)[chosen], counts[chosen]
+        count = int(lens.max())
+        self.is_all = len(requests) * count == sum(plan.counts)
+        self._requests, self._counts, self._count = chosen, counts, count
+        first = np.array([_first_key(plan.contexts[b], window) for b in requests])
         begin, end = first // KEY_TILE * KEY_TILE, context + lens
         length = _padded(int((end - begin).max()), KEY_TILE)
-        position = begin[:, None] + torch.arange(length)
-        position = position.clamp(first[:, None], end[:, None] - 1)
-        page, slot = plan.locate(chosen[:, None], position)
-        self.slots = (page * plan.page_size + slot).flatten()
+        position = begin[:, None] + np.arange(length)
+        position = np.minimum(np.maximum(position, first[:, None]), end[:, None] - 1)
+        self.slots = plan.slots(chosen[:, None], position).flatten()
         self.fetched = torch.empty(len(self.slots), kv_heads, dim, dtype=dtype)
         self.by_head = self.fetched.unflatten(0, (len(requests), length)).transpose(1, 2)
-        mask = None if plan.masks is None else torch.tensor(plan.masks)[chosen, :count]
-        bias, _ = _bias(context, lens, count, q_heads // kv_heads, begin, length, window, mask)
+        group = q_heads // kv_heads
+        if plan.masks is None:
+            bias = _chain_bias(context - begin, lens, count, group, length, window)
+        else:
+            mask = torch.tensor(plan.masks)[requests, :count]
+            places = (torch.from_numpy(x) for x in (context, lens, begin))
+            bias = _bias(*places, count, group, length, window, mask)[0]
         keys, values = torch.empty(2, len(requests), kv_heads, length, dim, dtype=torch.float32)
         self.operands = _Operands((len(requests), count, q_heads, dim), keys, values, bias, None)
+
+    @cached_property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 ``[N*T]``: where their T new positions each lie in the pass's rows; a request that has fewer repeats its last. And the
+        same, but those repeated go to one row behind all."""
+        counts, lens, step = self._counts, self._counts[self._requests, None], np.arange(self._count)
+        row = (counts.cumsum() - counts)[self._requests, None] + step
+        into = np.where(step < lens, row, counts.sum())
+        return torch.from_numpy(np.minimum(row, row[:, :1] + lens - 1).ravel()), torch.from_numpy(into.ravel())
 
     def load(
         self,
@@ -295,12 +307,25 @@ def _attend(
     return out
 
 
+def _chain_bias(
+    before: np.ndarray, lens: np.ndarray, count: int, group: int, length: int, window: int | None
+) -> torch.Tensor:
+    """:func:`_bias` where there are no trees; ``before [B]``: keys from the first on that are not new."""
+    step = np.arange(_padded(count * group, ROW_TILE)) // group
+    last = np.where(step < lens[:, None], before[:, None] + step, length)[..., None]  # rows of padding see all
+    key = np.arange(length)
+    sees = key <= last
+    if window is not None:
+        sees &= (key > last - window) | (last == length)
+    return torch.from_numpy(np.where(sees, np.float32(0), np.float32(NEG_INF)))
+
+
 def _bias(
     context: torch.Tensor,
     lens: torch.Tensor,
+    begin: torch.Tensor,
     count: int,
     group: int,
-    begin: torch.Tensor,
     length: int,
     window: int | None,
     tree_mask: torch.Tensor | None,
