@@ -176,8 +176,8 @@ class _Group:
             bias = _chain_bias(context - begin, lens, count, group, length, window)
         else:
             mask = torch.tensor(plan.masks)[requests, :count]
-            places = (torch.from_numpy(x) for x in (context, lens, begin))
-            bias = _bias(*places, count, group, length, window, mask)[0]
+            at = torch.from_numpy(np.stack((context, lens, begin)))
+            bias, _ = _bias(at[0], at[1], at[2], count, group, length, window, mask)
         keys, values = torch.empty(2, len(requests), kv_heads, length, dim, dtype=torch.float32)
         self.operands = _Operands((len(requests), count, q_heads, dim), keys, values, bias, None)
 
