@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder
+from specdec_triton import DraftModel, NoDraft, PromptLookup, SamplingParams, SpeculativeDecoder, exactness
 from specdec_triton.adapter import ModelAdapter
 from specdec_triton.exactness import ExactnessError, InvariantRows, _layer_probes
 from specdec_triton.fusion.packed_linear import FbgemmLinear
@@ -182,10 +182,45 @@ def test_every_kind_of_layer_is_tested_once():
     layers[3] = FbgemmLinear(torch.randn(16, 8).bfloat16())
     norms = [torch.nn.LayerNorm(8), torch.nn.LayerNorm(8), torch.nn.RMSNorm(4)]
     others = [torch.nn.Embedding(5, 8), torch.nn.Conv1d(2, 2, 3), torch.nn.SiLU(), torch.nn.Dropout(0.5)]
-    probes = list(_layer_probes(torch.nn.Sequential(*layers, *norms, *others), 8))
-    widths = [(probe._inputs.shape[1], probe._want.shape[1]) for probe in probes]
+    probes = list(_layer_probes(torch.nn.Sequential(*layers, *norms, *others), 8, remember=False))
+    widths = [(probe._inputs.shape[1], probe.want.shape[1]) for probe in probes]
     assert widths == [(8, 4), (4, 8), (8, 16), (8, 12), (8, 8), (4, 4)]
-    assert all(probe._want.numel() >= 2**17 for probe in probes)
+    assert all(probe.want.numel() >= 2**17 for probe in probes)
+
+
+def test_what_was_found_of_a_kind_of_layer_holds_for_all_of_them(monkeypatch):
+    """Of one shape, dtype and number of threads; a layer that somebody has changed, or a type from elsewhere, is tested itself."""
+    compared = []
+    compare = exactness._Probe._compare
+    monkeypatch.setattr(exactness, "_found", {})
+    monkeypatch.setattr(exactness._Probe, "_compare", lambda self, count: compared.append(self) or compare(self, count))
+
+    def tested(layer, remember=True):
+        compared.clear()
+        (probe,) = _layer_probes(layer, 8, remember=remember)
+        agrees = probe.agrees(3)
+        assert probe.agrees(3) == agrees
+        return len(compared)
+
+    def linear(width=16, **options):
+        return torch.nn.Linear(width, 12, **options)
+
+    first = tested(linear())
+    assert first == 2  # for 8 and for 3
+    assert tested(linear()) == 0
+    for other in (linear(24), linear(bias=False), linear(dtype=torch.bfloat16)):
+        assert tested(other) == 2
+    assert tested(linear(), remember=False) > 2
+    changed = linear()
+    changed.forward = lambda x: torch.nn.functional.linear(x, changed.weight, changed.bias)
+    assert tested(changed) > 2
+    assert tested(RareFlips(16, 16, dtype=torch.bfloat16)) > 2
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    try:
+        assert tested(linear()) == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_mixtures_are_refused():
