@@ -345,7 +345,7 @@ def test_requests_with_rules_get_chains():
 
 
 def test_rejection_follows_the_target():
-    """The first two tokens behind a prompt, of 2,000 seeds, against the module's own distribution."""
+    """The first two tokens behind a prompt, of 4,000 seeds, against the module's own distribution."""
     from specdec_triton.testing import assert_follows
 
     model = toy_model(vocab_size=12)
@@ -355,9 +355,9 @@ def test_rejection_follows_the_target():
     decoder = SpeculativeDecoder(
         ModelAdapter(model), trees, num_draft_tokens=6, adaptive=False, method="rejection", max_batch_size=64
     )
-    params = [SamplingParams(seed=i, temperature=1.0, max_new_tokens=3) for i in range(2000)]
+    params = [SamplingParams(seed=i, temperature=1.0, max_new_tokens=3) for i in range(4000)]
     outs = decoder.generate([prompt] * len(params), params)
-    assert decoder.stats.accepted > 250
+    assert decoder.stats.accepted > 500
     first = own_logits(model, prompt)[-1].softmax(-1)
     assert_follows(torch.tensor([out.token_ids[0] for out in outs]), first)
     pairs = torch.stack([first[a] * own_logits(model, [*prompt, a])[-1].softmax(-1) for a in range(12)])
