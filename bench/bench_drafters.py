@@ -37,6 +37,7 @@ from specdec_triton import (
     optimize,
 )
 from specdec_triton.drafters import Drafter
+from specdec_triton.drafters.cascade import MIN_MATCH
 from specdec_triton.models import load_model, load_tokenizer, shipped_head
 
 TALK = ("chat", "qa", "math")
@@ -216,10 +217,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-model")
     parser.add_argument("--skip", type=int, nargs="*", help="layers to leave out")
     parser.add_argument(
-        "--match",
-        type=int,
-        default=3,
-        help="tokens that must repeat before the cascade's head is not asked",
+        "--match", type=int, default=MIN_MATCH, help="tokens that must repeat before the cascade's head is not asked"
     )
     parser.add_argument("--only", nargs="*", help="drafters by name, besides plain")
     parser.add_argument("--tasks", nargs="*")

@@ -219,7 +219,7 @@ class _Probe:
         self._function = function
         self._inputs = inputs
         self._canonical = canonical
-        self._kind = kind
+        self._agreed = {} if kind is None else _found.setdefault((kind, canonical), {})
 
     @cached_property
     def want(self) -> torch.Tensor:
@@ -228,12 +228,10 @@ class _Probe:
 
     def agrees(self, count: int) -> bool:
         """Every row has the same bits in passes of ``count`` rows, wherever in the pass it is."""
-        if self._kind is None:
-            return self._compare(count)
-        key = self._kind, self._canonical, count, torch.get_num_threads(), torch.get_float32_matmul_precision()
-        if key not in _found:
-            _found[key] = self._compare(count)
-        return _found[key]
+        key = count, torch.get_num_threads(), torch.get_float32_matmul_precision()
+        if key not in self._agreed:
+            self._agreed[key] = self._compare(count)
+        return self._agreed[key]
 
     def _compare(self, count: int) -> bool:
         total = len(self._inputs)
@@ -246,7 +244,8 @@ class _Probe:
         return True
 
 
-_found: dict[tuple[Hashable, ...], bool] = {}  # by a layer's kind, the canonical count, another count, and settings
+# By a layer's kind and the canonical count: for another count and settings, whether it agrees.
+_found: dict[Hashable, dict[tuple[int, int, str], bool]] = {}
 
 
 def _layer_probes(model: torch.nn.Module, canonical: int, *, remember: bool) -> Iterator[_Probe]:

@@ -16,6 +16,8 @@ from specdec_triton.trees import chain_parents
 if TYPE_CHECKING:
     from specdec_triton.adapter import ModelAdapter
 
+MIN_MATCH = 3  # tokens that must repeat before a model is not asked
+
 
 class Cascade(Drafter):
     """Free drafts first, else those of a model, for each request by itself.
@@ -39,12 +41,11 @@ class Cascade(Drafter):
         self.trees = any(drafter.trees for drafter in drafters)
 
     @classmethod
-    def after_suffix(cls, drafter: Drafter, min_match: int = 3) -> Cascade:
+    def after_suffix(cls, drafter: Drafter, min_match: int = MIN_MATCH) -> Cascade:
         """``drafter`` behind suffix lookup, as the command's ``--draft cascade:DRAFTER`` has it.
 
         Args:
-            min_match: so many tokens must have occurred before, in the request's own text, for ``drafter`` not to be asked. Shorter
-                repetitions are continued less often than a model drafts well (docs/drafters.md).
+            min_match: so many tokens must have occurred before, in the request's own text, for ``drafter`` not to be asked.
         """
         return cls([SuffixDrafter(min_match=min_match), drafter])
 

@@ -34,9 +34,8 @@ _SENTINEL = "\u241f placeholder \u241f"
 _TOP_K = 50
 _USER, _ANSWER = 1.0, 0.8  # temperatures
 _GREEDY = 2 / 3  # of the answers
-_ASKED = (
-    0.2  # of the questions: ours, which are well formed, but about few things: a head soon knows their answers by heart
-)
+# Of the questions: ours, which are well formed, but about few things: a head soon knows their answers by heart.
+_ASKED = 0.2
 _FEW = 0.1  # of a wave's chats: they are cut off where they are, for small passes cost nearly as much as large ones
 
 
